@@ -2,8 +2,8 @@
 
     s_ij = scale q_i . k_j    lse_i = log sum_j exp(s_ij)    P_ij = exp(s_ij - lse_i)   out_i = sum_j P_ij v_j
 
-Tensors are [B, T, H, K].  k and v have G heads, G divides H, and query head h reads key head h // (H / G).
-The sums run over visible keys.  With p_i = offset_q + i and p_j = offset_k + j, three rules hide keys:
+Tensors are [B, T, H, K].  k and v have G heads, and G divides H. Query head h reads key head h // (H / G). The sums run
+over visible keys.  With p_i = offset_q + i and p_j = offset_k + j, three rules hide keys:
     causal: p_j > p_i;
     a window of w: p_j <= p_i - w, and also p_j >= p_i + w unless causal;
     documents: keys of another document.
@@ -74,8 +74,8 @@ def attend(
 def path_of(
     device_type: str, queries: int, keys: int, mask: Mask, offsets: Offsets, window: int | None
 ) -> Literal["full", "causal", "masked", "kernel"]:
-    """How an attention is computed: by torch's own (flash or cuDNN on a GPU) with nothing hidden, with is_causal, or,
-    on a CPU only, with a mask tensor; else by a kernel that takes the mask as data.
+    """How an attention is computed: by torch's own (flash or cuDNN on a GPU) without a mask or with is_causal. On a CPU
+    also with a mask tensor; else by a kernel that takes the mask as data.
 
     On a GPU torch is never handed a mask tensor: cuDNN's backward gives NaN with one (pytorch #196678).
     """
@@ -210,7 +210,7 @@ def attend_backward(
     scale: float | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of these keys, given out and lse over *all* keys (those of a ring after its last step)."""
+    """(dq, dk, dv) of these keys. out and lse are over *all* keys (those of a ring after its last step)."""
     check("attend_backward", q_BTHK, k_BSGK, v_BSGK, mask, window)
     _check_backward(dout_BTHK, q_BTHK, out_BTHK, lse_BHT, dlse)
     shape = _shape_of_mask(q_BTHK.shape[1], k_BSGK.shape[1], mask, offsets, window)
@@ -318,7 +318,7 @@ def check(
     op: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None, softcap: float | None = None,
     bias: Tensor | None = None, kv_prefix: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Raises ValueError unless q [B, T, H, K], k and v [B, S, G, K], G divides H, and the rest fits them."""
+    """Raises ValueError unless q is [B, T, H, K], k, v are [B, S, G, K], and G divides H. The rest must fit them."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}; legal is [B, T, H, K]")

@@ -1,9 +1,9 @@
 """Computes exact attention on a GPU by Triton kernels: forward, and backward from the saved lse.
 
-The formulas and the checks of arguments are in attention.py, which calls `forward` and `backward` here.
-One program works on one tile of queries (or of keys) of one head and loops over the tiles of the other side.
-Forward keeps a running maximum and weight (online softmax, arXiv 1805.02867), in base 2.
-Backward computes the weights again from lse.  One kernel computes dk and dv, another dq, so it needs no atomics.
+The formulas and the checks of arguments are in attention.py, which calls `forward` and `backward` here.  One program
+works on one tile of queries (or of keys) of one head.  It loops over the tiles of the other side.  Forward keeps a
+running maximum and weight (online softmax, arXiv 1805.02867), in base 2. Backward computes the weights again from lse.
+One kernel computes dk and dv, another dq, so it needs no atomics.
 """
 
 from __future__ import annotations

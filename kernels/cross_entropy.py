@@ -8,10 +8,10 @@ For one row of logits z, with label y, smoothing s over a vocabulary of V, and z
     loss = (1 - s) (lse - z_y) + s (lse - mean z) + c lse**2
     dz   = softmax(z) (1 + 2 c lse) - (1 - s) onehot(y) - s / V
 
-`cross_entropy` keeps the logits and one number a row for backward; torch's log_softmax keeps a second [N, V]
-tensor. A rank that holds columns [start, start + V_local) computes `partial` (three numbers a row), the
-stacked partials of all ranks give `combine`, and `gradient` needs nothing further: one all-gather of at most
-12 bytes a token. Rows are taken in blocks that fit the second-level cache.
+`cross_entropy` keeps the logits and one number a row for backward; torch's log_softmax keeps a second [N, V] tensor. A
+rank with columns [start, start + V_local) computes `partial`, three numbers a row. `combine` takes the stacked partials
+of all ranks. `gradient` needs no other rank: one all-gather of at most 12 bytes a token. Rows are taken in blocks that
+fit the second-level cache.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def partial(logits: Tensor, labels: Tensor, start: int, vocabulary: int | None = None) -> Tensor:
-    """What one rank knows: [N, 3] = (lse of its columns, logit of the label if it is here else 0, sum of its
-    logits).
+    """What one rank knows: [N, 3]: lse of its columns, logit of the label (0 if it is elsewhere), sum of its logits.
 
     logits [N, V_local] holds columns [start, start + V_local); those from `vocabulary` on are padding and count for
     nothing, whatever they hold.  Float32 or better.

@@ -2,9 +2,9 @@
 
     y = residual + keep * x / (1 - p)        keep = philox word >= round(p * 2**32)
 
-The mask is a function of `Rows` (see philox.py), so recomputation, any mesh and any number of micro-batches
-see the same one.  The torch path keeps one byte an element for backward (deriving it again costs 7 ns an
-element on a core, the byte 0.5); the Triton path keeps nothing and derives the mask again.
+The mask is a function of `Rows` (philox.py). So recomputation, any mesh and any number of micro-batches give the same
+one.  The torch path keeps one byte an element for backward.  Deriving it again costs 7 ns an element on a core, the
+byte 0.5; the Triton path keeps nothing and derives the mask again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def dropout_add(x: Tensor, residual: Tensor, p: float, rows: Rows) -> Tensor:
 
 
 def dropped(drop: Callable[[Tensor, float, Rows], Tensor], x: Tensor, p: float, rows: Rows) -> Tensor:
-    """x of any shape that `rows` can be fitted to, with elements dropped by `drop`, an op on [B, T, D]."""
+    """x with elements dropped by `drop`, an op on [B, T, D]. `rows` must fit the shape of x."""
     if has_torch_function_unary(x):
         dropped_part: Tensor = handle_torch_function(dropped, (x,), drop, x, p, rows)
         return dropped_part

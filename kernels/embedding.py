@@ -2,9 +2,9 @@
 
     grad[v] += sum of dy[n] over the tokens n with ids[n] == v
 
-The tokens are sorted once by id; each run of one id is summed by one program in float32, in token order: the
-same bits every time, no atomics, and only rows that occur are touched (a dense gradient would write all V
-rows first).
+No model calls it yet: autograd makes a dense gradient, which writes all V rows first.  Here only rows that occur are
+written.  The Triton kernel sorts the tokens by id.  One program sums the tokens of one id, in float32 and in their
+order, without atomics.  So the bits are always the same.  The torch path adds in grad's dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .launch import INDEX, ROWS, Takes, TritonOp, architecture, jit, launch, mat
 
 
 def embedding_grad_(grad: Tensor, dy: Tensor, ids: Tensor, start: int = 0) -> None:
-    """grad [V_local, D] += the gradient of an embedding with output gradient dy [..., D] and ids [...].
+    """Add the gradient of an embedding to grad [V_local, D]. dy [..., D] is that of its output for ids [...].
 
     grad holds rows [start, start + V_local) of the table; other ids leave it alone.  Raises ValueError for
     shapes that do not fit.

@@ -68,7 +68,7 @@ def _square_kernel(
     UNSCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block, a partial sum each."""
+    """Sums the squares of one block."""
     program = tl.program_id(0).to(tl.int64)
     i = program * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < numel, other=0.0)

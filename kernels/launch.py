@@ -1,12 +1,12 @@
 """Declares, loads and launches the Triton kernels of this package.
 
-Note: a kernel stands in its op's file under `@jit`, which only notes it, since importing triton costs a
-second and a CPU run needs none of it.  `load` imports triton, compiles nothing, and puts the real
-`triton.language` and jitted functions into the files' namespaces; `select` calls it once a Triton path is
-chosen.  Parameters annotated with a type other than constexpr (a step, a key) are not specialised on, so a
-new value never compiles anew.  Launches pass enable_fp_fusion themselves, because its default differs between
-versions.  Tile sizes stand in tiles.json, by kernel, architecture and width: measured or compiled once, never
-tuned at run time, where ranks would disagree (NVIDIA/Megatron-LM #6966).
+Note: a kernel stands in its op's file under `@jit`, which only registers it.  Importing triton costs a second, and a
+CPU run does not need it.  `load` imports triton, compiles nothing, and puts the real `triton.language` and jitted
+functions into the files' namespaces; `select` calls it once a Triton path is chosen.  Triton does not specialise on
+parameters annotated with a type other than constexpr (a step, a key). So a new value never compiles anew.  Launches
+pass enable_fp_fusion themselves, because its default differs between versions.  Tile sizes stand in tiles.json, by
+kernel, architecture and width: measured or compiled once, never tuned at run time, where ranks would disagree
+(NVIDIA/Megatron-LM #6966).
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Computes the cross-entropy of x @ weight.T without holding all logits.
 
-Rows are taken in chunks whose logits fit a budget.  Each chunk's logits become their own gradient in place.
-They give their share of dx and dweight at once (Cut Your Losses, arXiv 2411.09009, keeps
-less and computes more; Liger sizes its chunks by V / D, too small for a matrix product at full rate).
-dweight is summed in float32: in bf16 the error grows with the number of chunks (Liger #827, #1391).  Backward
-only scales what forward made.  With the vocabulary cut between ranks, `gather` is the caller's: partial [N,
-3] of this rank to those of all, [ranks, N, 3]; dx is then this rank's share, for the caller to sum.
+No model calls it yet: models compute logits, then kernels/cross_entropy.py.  Rows are taken in chunks whose logits fit
+a budget.  A chunk's logits become their own gradient in place, and add to dx and dweight in forward.  Backward only
+scales these two.  dweight is summed in float32.  In bf16 the error grows with the number of chunks (Liger #827, #1391).
+With the vocabulary cut between ranks, the caller's `gather` turns this rank's partial [N, 3] into [ranks, N, 3].
+The three numbers are in kernels/cross_entropy.py.  dx is then this rank's term, and the caller sums it.
+
+Others: Cut Your Losses (arXiv 2411.09009) keeps less and computes more.  Liger's chunks of V / D rows are too small for
+a matrix product at full rate.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """(sum over valid rows, their number) of the cross-entropy of x [..., D] @ weight [V_local, D].T.
 
-    weight holds rows [start, start + V_local) of a vocabulary of `vocabulary`.  rows: rows a chunk, by the
-    budget unless given.  Raises ValueError for shapes that do not fit, and on the CPU for labels outside the
-    vocabulary.
+    weight holds rows [start, start + V_local) of a vocabulary of `vocabulary`.  smoothing: label smoothing.  z_loss:
+    factor of the squared log-sum-exp.  rows: rows a chunk, by the budget unless given.  Raises ValueError for shapes
+    that do not fit, and on the CPU for labels outside the vocabulary.
     """
     return _run(
         partial,
@@ -137,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(g: Tensor, scale: Tensor) -> Tensor:
-    """g * scale, multiplied in scale's dtype, which no 16 bits hold: 1 / 11 would be 1 in 1,000 off in all of them."""
+    """g * scale, multiplied in scale's dtype. In 16 bits a scale of 1 / 11 would be off by a thousandth."""
     if g.dtype == scale.dtype:
         return g * scale
     scaled = torch.empty_like(g)

@@ -1,17 +1,16 @@
-"""Computes LayerNorm (arXiv 1607.06450) and RMSNorm (arXiv 1910.07467) over the last dimension, alone or after
-the residual addition and its dropout.
+"""Computes LayerNorm (arXiv 1607.06450) and RMSNorm (arXiv 1910.07467) over the last dim, alone or after dropout and
+residual sum.
 
     layer: y = (s - mean) * rstd * weight + bias        rstd = 1 / sqrt(variance + eps), biased variance
     rms:   y = s * rstd * weight                        rstd = 1 / sqrt(mean(s**2) + eps)
     add:   s = residual + dropout(x), and both y and s come back
 
-Note on the Triton path: forward keeps s, mean and rstd (8 bytes a row).  Let n be the normalised row and g = dy
-* weight.  Then ds = rstd (g - mean(g) - n mean(g n)) plus the gradient of s from the residual stream.  ds is also
-the residual's gradient; dropout of it, by the same mask, is the gradient of x.  Weight gradients are sums
-over rows: each of a fixed number of programs keeps one float32 row, which a second pass adds, so no atomics
-and the same bits every time. Rows up to 8192 (forward 16384) lie in registers whole; wider ones are read tile
-by tile, twice (a register-resident backward spills from 16384 on; 8 T D bytes become 12 T D, mostly out of
-the second-level cache).
+Note on the Triton path: forward keeps s, mean and rstd (8 bytes a row).  Let n be the normalised row and g = dy *
+weight.  Then ds = rstd (g - mean(g) - n mean(g n)) plus the gradient of s from the residual stream.  ds is also the
+residual's gradient; dropout of it, by the same mask, is the gradient of x.  Weight gradients are sums over rows: each
+of a fixed number of programs keeps one float32 row, and a second pass adds these.  There are no atomics, so the bits
+are always the same.  Rows up to 8192 (forward 16384) lie in registers whole; wider ones are read tile by tile, twice (a
+register-resident backward spills from 16384 on; 8 T D bytes become 12 T D, mostly out of the second-level cache).
 """
 
 from __future__ import annotations

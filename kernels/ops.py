@@ -218,7 +218,7 @@ def _plain(name: str) -> str:
 
 
 def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, str, Tensor]]:
-    """(how people call it, its parameter, the tensor) of each tensor that an op was given, alone or in a list."""
+    """(its name in messages, its parameter, the tensor) of each tensor argument of an op, alone or in a list."""
     for name, value in given.items():
         plain = _plain(name)
         if isinstance(value, Tensor):

@@ -13,10 +13,10 @@ AdamW moves 28 bytes a parameter when both are bf16.
 Split masters: with `residual` and `ties`, `param` is the high half of the master (split.py).  Both halves are read
 and written, and together have the bits of a float32 master.
 
-Narrow moments: with `draws`, AdamW's moments are bf16.  They are widened for the step, which uses the float32
-results, and rounded back by counted random numbers (philox.py).  The lower half of an element's word rounds m, the
-upper half v.  Rounding to nearest would fail: at b2 = 0.999, a v that is 1.5 times too large changes by less than
-half of its last place, so it would never shrink.
+Narrow moments: with `draws`, AdamW's moments are bf16.  They are widened for the step, which uses the float32 results,
+and rounded back by counted random numbers (philox.py).  The lower half of an element's word rounds m, the upper half v.
+Rounding to nearest would fail: at b2 = 0.999, a v 1.5 times too large changes by less than half of its last place.  It
+would never shrink.
 
 Cuts: cutting a buffer anywhere (a split one at a multiple of 8) changes no bit.  On the CPU, AdamW and SGD are
 torch's fused kernels.  Where a cast comes before or after, they run on pieces that stay in cache.
@@ -61,10 +61,9 @@ def adamw_(
     """One AdamW step on contiguous tensors of one shape; step counts from 1.
 
     The moments have param's dtype (float32 beside a residual; bf16 with `draws`, and param is then float32 or split),
-    grad and low may have any floating one.  Equal to
-    torch.optim.AdamW(fused=True) bit for bit when grad_scale is 1 (on the CPU, but for the last numel % 64
-    elements, which torch rounds otherwise than the rest).  grad is consumed: it may hold the scaled gradient
-    afterwards.
+    grad and low may have any floating one.  Equal to torch.optim.AdamW(fused=True) bit for bit when grad_scale is 1.
+    Exception: on the CPU torch rounds the last numel % 64 elements differently.  grad is consumed: it may hold the
+    scaled gradient afterwards.
     """
     _check("adamw_", param, grad, low, residual, ties, draws, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     if draws is not None:
@@ -159,8 +158,8 @@ def lion_(
 
 
 def compiled_adamw_() -> Callable[..., None]:
-    """adamw_ as one pass over 28 bytes a parameter, which torch.compile makes of the formula and which needs a C++
-    compiler; about 1.8 times the speed of cast, fused step and cast.  Its bits are its own, and as independent of cuts.
+    """adamw_ as one pass over 28 bytes a parameter.  torch.compile makes it from the formula, with a C++ compiler;
+    about 1.8 times the speed of cast, fused step and cast.  Its bits are its own, and as independent of cuts.
     """
 
     def formula(
@@ -252,8 +251,8 @@ def _whole_vectors(*buffers: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The buffers in at most two groups, each of whole vectors: the body in place, the rest in a padded copy
     that is written back.
 
-    torch's loops round the elements behind the last whole vector differently (fused multiply-adds), so the
-    same element would depend on where a buffer is cut.
+    torch's loops round the elements behind the last whole vector differently (fused multiply-adds). So an element would
+    depend on where a buffer is cut.
     """
     body = buffers[0].numel() // _VECTOR * _VECTOR
     tail = buffers[0].numel() - body

@@ -1,15 +1,14 @@
 """Draws counter-based random numbers: Philox-4x32-10 (Salmon et al., SC 2011, "Parallel random numbers: as easy as
 1, 2, 3").
 
-Note: a draw is a pure function of a key and a counter, so no stream has a state. A rank computes the bits of any
-slice of a weight or of a dropout mask alone.  Two counter maps are used.  Initial values: element e of
-a tensor takes word e % 4 of counter (e // 4).  Dropout: feature f of one token takes word f % 4 of counter
-(step, sample, position, f // 4), where sample and position are the token's place in the *global* batch; hence
-the mask is the same on every mesh and for every number of micro-batches.  32-bit words are held in int64
-tensors (torch multiplies no uint32), products wrap modulo 2**64, and everything runs in blocks that stay in
-the second-level cache: rounds one and two see only rows or only columns of a mask and cost next to nothing.
-`normal` uses +, -, * and / alone, because a library's log, cos or even sqrt differs in the last bit: between the
-vector body and the tail of a loop, and between machines.
+Note: a draw is a pure function of a key and a counter, so no stream has a state.  A rank computes the bits of any slice
+of a weight or of a dropout mask alone.  Two counter maps are used.  Initial values: element e of a tensor takes word e
+% 4 of counter (e // 4).  Dropout: feature f of one token takes word f % 4 of counter (step, sample, position, f // 4).
+Sample and position are the token's place in the *global* batch; hence the mask is the same on every mesh and for every
+number of micro-batches.  32-bit words are held in int64 tensors (torch multiplies no uint32), and products wrap modulo
+2**64. Everything runs in blocks that stay in the second-level cache: rounds one and two see only rows or only columns
+of a mask and cost next to nothing.  `normal` uses +, -, * and / alone.  A library's log, cos or even sqrt differs in
+the last bit: between the vector body and the tail of a loop, and between machines.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ def _rounds(
 
 
 def _packed_words(key: Key, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> Tensor:
-    """Words of counters [N, M] as int32 [N, 4 M], in order, each with its sign bit flipped (so that signed
-    order is the order of the uint32 words).  Little-endian, as every platform torch supports."""
+    """Words of counters [N, M] as int32 [N, 4 M], in order.  Each sign bit is flipped, so signed order is the order of
+    the uint32 words.  Little-endian, as every platform torch supports."""
     c0, c1, c2, c3 = _rounds(key, c0, c1, c2, c3)
     packed = torch.empty((*c0.shape, 2), dtype=torch.int64, device=c0.device)
     torch.bitwise_or(c0, c1 << 32, out=packed[..., 0])
@@ -96,8 +95,7 @@ class Rows:
     tokens: int | None = None
 
     def fitted(self, op: str, shape: torch.Size) -> tuple[Rows, tuple[int, int, int], bool]:
-        """The rows of an x of any shape, the shape [samples, units, features] that it is taken as, and whether units
-        come before samples in it.
+        """The rows of an x of any shape, its shape as [samples, units, features], and whether units come first.
 
         Legal: [B, ...]; [T, B, ...], with tokens first; [B k, ...], with the units of a sample side by side.  Units
         are tokens where there are as many, else heads, channels or whatever follows the samples.

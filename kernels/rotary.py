@@ -4,9 +4,9 @@ Llama).
     y[i] = x[i] cos(t w_i) - x[i + K/2] sin(t w_i)      w_i = base ** (-2 i / K)
     y[i + K/2] = x[i + K/2] cos(t w_i) + x[i] sin(t w_i)
 
-Angles come from integer positions, in float32 or better: a bf16 angle is wrong from position 256 on.  Both
-paths take the same table of cos and sin, computed by torch (Triton's cos is approximate, and wrong for large
-angles); backward is the same turn the other way round.
+Angles come from integer positions, in float32 or better: a bf16 angle is wrong from position 256 on.  Both paths take
+the same table of cos and sin, computed by torch.  Triton's cos is approximate, and wrong for large angles; backward is
+the same turn the other way round.
 """
 
 from __future__ import annotations

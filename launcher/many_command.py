@@ -24,7 +24,7 @@ class ManyCommand:
     """Sweep file (.toml, .json, .py): `build`, `data`, `evaluate` as module:function, `steps`, `global_batch`,
     [config], [[task]], [grid], [stop]; functions are found from the working directory."""
     plan: bool = False
-    """Train nothing: print for each policy how long all tasks take, by the measured times of the directory, or by
+    """Train nothing: print for each policy how long all tasks take. Times are those measured in the directory, or
     `step_s` of the file."""
     resume: bool = False
     """Go on with what the directory holds, also on another number of devices."""

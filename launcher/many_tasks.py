@@ -28,9 +28,9 @@ def train_many(
     `config`: the settings that all share, as a dict.  `directory`: of this run; each task is a `cl.Run` in
     `directory/tasks/NAME`.  `policy`: which task an idle device takes; it changes times, never numbers.  `stop`: ends
     the worse tasks early.  `on_report(task, step, metrics)` is called on rank 0 after every quantum (about half a
-    second of steps) with the last loss and held_out loss, and may return "stop".  `save_every`: steps between saves, to
-    which a task goes back if its process dies; None: only when it moves or ends.  `resume`: go on with what is in
-    `directory`, also on another number of devices.
+    second of steps). It gets the last loss and held_out loss, and may return "stop".  `save_every`: steps between
+    saves, to which a task goes back if its process dies; None: only when it moves or ends.  `resume`: go on with what
+    is in `directory`, also on another number of devices.
 
     A task that raises is marked as failed with its cause, and the others go on.  A worker that dies is started again.
     Raises ValueError, before anything is allocated, with everything that is wrong.  Raises WorkersLostError if a

@@ -18,17 +18,22 @@ FILES = (
 )
 SEQUENCE = 32
 BYTES = 256
-"""Tokens where there is no tokenizer."""
+"""Vocabulary of a model without a tokenizer: its tokens are bytes."""
 GPT = {
     "what": "a small GPT",
     "imports": "",
     "build": "cl.models.GPT(MODEL)",
+    "called": "Called with parameters on the meta device: each rank makes its part alone.",
+    "given": "build",
+    "planned": "train.py:build",
     "tokens": "list(TEXT.read_bytes())",
     "model_type": "cl.models.GPTConfig",
     "model": f"cl.models.GPTConfig(vocabulary={BYTES}, layers=2, heads=4, width=64, sequence=SEQUENCE, dropout=0.1)",
     "stage": "1",
 }
 """Values of the templates for a model of ours."""
+LOADED = {"called": "Loads the weights, the same on every rank.", "given": "build()"}
+"""As above, for a model that is read from files: its values cannot be drawn part by part."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class NewCommand:
     """Write a project that runs: train.py, config.py, README.md, and launch files for torchrun, SLURM, Kubernetes."""
 
     directory: Positional[Path]
-    """A folder that is not there yet, or is empty."""
+    """A new or an empty folder."""
     hf: Path | None = None
     """Train this Hugging Face model: a folder with config.json, and perhaps weights and a tokenizer."""
 
@@ -95,8 +100,9 @@ def _hugging_face(given: Path) -> dict[str, str]:
         "build": f"AutoModelForCausalLM.{loaded}",
         "model_type": "str",
         "model": repr(str(folder)),
+        "planned": str(folder),
         "stage": "3",
-    } | ({"tokens": read} if has_tokenizer else {})  # fmt: skip
+    } | (LOADED if has_weights else {}) | ({"tokens": read} if has_tokenizer else {})  # fmt: skip
 
 
 def _text_model(folder: Path) -> dict[str, Any]:

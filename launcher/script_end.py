@@ -101,7 +101,7 @@ class ScriptEnd:
             return ""  # all ranks find the same fault
         who = f"rank {rank}: " if self.place and self.place.world_size > 1 else ""
         if refused or isinstance(error, CommError):
-            at = "".join(f"\n  {f.filename}, line {f.lineno}: {f.line}" for f in _user_frames(error)[-1:])
+            at = "".join(f"\n  {f.filename}, line {f.lineno}: {f.line}" for f in _user_frame(error))
             return "\n".join([f"{who}{error}", *getattr(error, "__notes__", ())]) + at
         return who + "".join(_trimmed(traceback.TracebackException.from_exception(error)).format()).rstrip()
 
@@ -121,9 +121,12 @@ def _is_ours(error: BaseException) -> bool:
     return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("colossal_lite.")
 
 
-def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+def _user_frame(error: BaseException) -> list[traceback.FrameSummary]:
+    """The last line of the user's own files, before lines of installed packages; none if no such line was run."""
     hidden = _hidden_files()
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if not hidden(frame.filename)]
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not hidden(frame.filename)]
+    own = [frame for frame in theirs if "site-packages" not in frame.filename and frame.line]
+    return (own or theirs)[-1:]
 
 
 def _hidden_files() -> Callable[[str], bool]:

@@ -10,6 +10,7 @@ again; a tally comes last.  The exit code is 1 if there was one.
     python -m tests.draws --world 4 --draws 500 --seed 7 --from 500
     python -m tests.draws --case wrong.case                   # one case again, with every detail
     python -m tests.draws --faults                            # draw for each planted fault until it shows
+    python -m tests.draws --faults --from 44                  # go on with fault 44
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def hunt(asked: argparse.Namespace) -> int:
     """Plant the faults one by one and draw for each; print which are found."""
     from tests.house.drawn_faults import FAULTS
 
-    names = [name for name in FAULTS if asked.faults in name]
+    names = [name for name in FAULTS if asked.faults in name][asked.start :]
     missed = []
     for world in sorted(set(FAULT_WORLDS)):  # starts the ranks
         outcome_of(draw(world, asked.seed, 0))
@@ -189,7 +190,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="time; without it and --draws: 60")
     parser.add_argument("--draws", type=int, help="number of draws")
     parser.add_argument("--seed", type=int, help="default: a hash of the commit")
-    parser.add_argument("--from", dest="start", type=int, default=0, help="number of the first draw")
+    parser.add_argument(
+        "--from", dest="start", type=int, default=0, help="number of the first draw, or of the first fault"
+    )
     parser.add_argument("--case", type=Path, help="a file with one case as a dict")
     parser.add_argument(
         "--refusals", action="store_true", help="print refusals by their words, the most first"

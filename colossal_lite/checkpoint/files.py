@@ -4,7 +4,7 @@ Note: on the disk.
 A checkpoint is a directory of safetensors files and a manifest of all tensors and their slices, with checksums.  A
 slice is read whole and its checksum compared, several slices ahead of the caller.  A written slice is read back while
 the next is written.  Nothing is pickled, no link is followed, nothing outside the directory is opened.  A disk that
-does not answer in time raises LateError.  Then the files stay open for the thread inside the read.
+does not answer in time raises LateError.  The files then stay open, as a thread is still inside the read.
 Cost: memory of nine slices when reading, none for slices read in place; two when writing.
 """
 
@@ -47,7 +47,7 @@ AHEAD = 8
 DISK_S = 600.0
 """how long a disk may take for one slice where the caller gives no `timeout_s`"""
 GRACE_S = 5.0
-"""how long `stream` waits for reads whose results are no longer needed"""
+"""how long `write_file` waits for its reads when it has failed"""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,

@@ -1,7 +1,7 @@
 """Answers keys of Hugging Face's TrainingArguments, of Accelerate and of DeepSpeed with the setting to write.
 
-Note: nothing is translated.  Those keys have defaults of their own, and their batch sizes count differently, so a run
-would silently be another one.  `answer` is asked about unknown keys alone.  An answer is a dict of settings, which
+Note: nothing is translated.  Those keys have other defaults, and their batch sizes count differently.  So a run would
+silently be another one.  `answer` is asked about unknown keys alone.  An answer is a dict of settings, which
 `Config.load` accepts, or a sentence.
 """
 
@@ -159,6 +159,7 @@ FOREIGN: Mapping[str, str | Callable[[Any], Answer]] = {
     "gradient_accumulation_steps": _at("gradient_accumulation"),
     "num_train_epochs": STEPS,
     "max_steps": STEPS,
+    "num_training_steps": "lr_scheduler=dict(type=..., total_steps=...)",
     "dataloader_num_workers": "context.dataloader(..., workers=...)",
     "dataloader_drop_last": "context.dataloader(..., drop_last=...)",
     "data_seed": _at("seed"),

@@ -18,7 +18,8 @@ class PipelineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     size: Annotated[int, Field(ge=1)] = 1
-    """Ranks on the `pipeline` axis."""
+    """Ranks on the `pipeline` axis. With 1 and several stages_per_rank each rank runs all stages, one after the
+    other."""
     schedule: ScheduleName = "1f1b"
     """Order of the work; `colossal-lite schedule` draws it. `auto` searches within activation_cap."""
     micro_batches: Annotated[int, Field(ge=1)] | None = None
@@ -58,10 +59,20 @@ class PipelineConfig(BaseModel):
         """Stages of the whole pipeline."""
         return self.size * self.stages_per_rank
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether a model is cut into stages, of several ranks or of one."""
+        return self.stages > 1
+
+    @property
+    def reduces_by_visit(self) -> bool:
+        """Whether gradients may be summed over all micro-batches of a visit of a stage (arXiv 2211.05953)."""
+        return self.is_staged and self.schedule == "bfs"
+
     def parts(self, samples: int) -> int:
         """Micro-batches for a batch of `samples` on one data rank. Raises ValueError if there are too few."""
         if self.micro_batches is None:
-            return max(1, min(samples, 4 * self.size)) if self.size > 1 else 1
+            return max(1, min(samples, 4 * self.size)) if self.is_staged else 1
         if samples == 0:
             raise ValueError(
                 f"micro_batches={self.micro_batches}: a part of the batch has no samples on a data rank, and each "
@@ -78,7 +89,7 @@ class PipelineConfig(BaseModel):
     def parts_of(self, sizes: Sequence[int], accumulation_steps: int, unit: int = 1) -> int:
         """Micro-batches of each of `accumulation_steps` parts of a batch, the same on all data ranks; `sizes`: the
         samples of each. By default `unit` divides each micro-batch, if it can. Raises ValueError as `parts`."""
-        if self.size == 1:
+        if not self.is_staged:
             return 1
         if self.micro_batches is None:
             most = self.parts(-(-max(sizes) // accumulation_steps))
@@ -87,7 +98,7 @@ class PipelineConfig(BaseModel):
 
     def fewer_of(self, sizes: Sequence[int], accumulation_steps: int, unit: int = 1) -> int:
         """For evaluation, which takes any batch: no more micro-batches than samples."""
-        if self.size == 1:
+        if not self.is_staged:
             return 1
         most = min(
             self.micro_batches or 4 * self.size, max(1, *(-(-size // accumulation_steps) for size in sizes))

@@ -293,10 +293,6 @@ def _needs_all_gradients(config: Settings) -> Iterator[tuple[str, str]]:
     """(setting, legal values) of settings that need all gradients, which an update within backward does not have."""
     if config.clip_grad_norm is not None:
         yield "clip_grad_norm", "None"
-    if config.gradient_accumulation > 1:
-        yield "gradient_accumulation", "1"
-    if config.parallel.pipeline.size > 1:
-        yield "parallel.pipeline.size", "1"
     if config.precision.dtype == "fp16":
         yield "precision.dtype", "'bf16'"
     for prefix, held in config.optimizer.by_prefix().items():
@@ -315,7 +311,7 @@ def _parts_of_a_step(config: Settings) -> dict[str, int | None]:
     found: dict[str, int | None] = (
         {"gradient_accumulation": accumulation_steps} if accumulation_steps > 1 else {}
     )
-    if pipeline.size > 1 and pipeline.micro_batches != 1:
+    if pipeline.is_staged and pipeline.micro_batches != 1:
         found["parallel.pipeline.micro_batches"] = pipeline.micro_batches
     return found
 
@@ -352,7 +348,7 @@ class NotBuilt:
 
 def _is_cut(config: Settings) -> bool:
     """Whether blocks run twice, are sharded, or are measured."""
-    inner = (config.parallel.tensor.size, config.parallel.sequence.size, config.parallel.pipeline.size)
+    inner = (config.parallel.tensor.size, config.parallel.sequence.size, config.parallel.pipeline.stages)
     measured = config.memory.device_budget is not None
     return (
         config.activation_checkpoint != "none" or math.prod(inner) > 1 or config.zero.stage == 3 or measured
@@ -384,22 +380,11 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 )
 
 
-WITH_PIPELINE: tuple[NotBuilt, ...] = tuple(
-    NotBuilt(path, built, missing, lambda config: config.parallel.pipeline.size > 1)
-    for path, built, missing in (
-        ("memory.placement", ("device", "host", "disk", "auto"), "static fractions"),
-        ("memory.device_budget", (None,), "planning under a budget beside a pipeline"),
-        ("memory.host_budget", (None,), "planning under a budget beside a pipeline"),
-    )
-)
-"""Settings that are implemented, but not together with a pipeline."""
-
-
 def unbuilt_problems(config: Settings) -> Iterator[Problem]:
-    """Settings without an implementation yet, alone or with a pipeline."""
+    """Settings without an implementation yet."""
     values = config.model_dump()
     told: set[str] = set()
-    for row in (*NOT_BUILT, *WITH_PIPELINE):
+    for row in NOT_BUILT:
         value = get_path(values, row.path)
         if row.path in told:
             continue

@@ -131,9 +131,9 @@ class OptimizerConfig(Section):
     parameter instead of 8, rounded stochastically by counted random numbers. A load rounds wide averages of a
     checkpoint to nearest."""
     update_when: Literal["step", "backward"] = "step"
-    """step: update when all gradients are summed. backward: update each chunk as soon as its gradients are summed, so
-    that gradients need only a few slots. backward needs steps of one micro-batch and no clipping. A gradient that is
-    not finite then ends the run, because weights already have it."""
+    """step: update when all gradients are summed. backward: update each chunk in the last backward of a step, as soon
+    as its gradients are summed. In steps of one micro-batch gradients then need only a few slots. backward needs steps
+    without clipping. A gradient that is not finite ends the run, because weights already have it."""
     max_skipped_steps: Count | None = 20
     """Consecutive steps that may be skipped because loss or gradient is not finite, or no token counts. Each gives a
     warning, and the last raises an error. None: no limit."""
@@ -193,7 +193,7 @@ class LRSchedulerConfig(Section):
     type: Literal["constant", "cosine", "linear", "wsd", "one_cycle", "polynomial"] = "constant"
     """Constant; warm-up, then cosine, linear or polynomial decay; warm-up, stable, decay; one cycle."""
     warmup_steps: Steps = 0
-    """Steps of linear rise to the peak at the start."""
+    """Steps of linear rise at the start: step k of w, from 1, has k / (w + 1) of the peak."""
     total_steps: Count | None = None
     """Steps after which the factor stays at `final_ratio`; every type but constant needs it."""
     final_ratio: Ratio = 0.0

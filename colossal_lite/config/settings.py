@@ -38,10 +38,10 @@ class ParallelConfig(Section):
     sequence: SequenceConfig = SequenceConfig()
 
     def unused_settings(self) -> Iterable[UnusedSetting]:
-        if self.pipeline.size == 1:
-            yield UnusedSetting("pipeline.schedule", "pipeline.size is 1")
-            yield UnusedSetting("pipeline.partition", "pipeline.size is 1")
-            yield UnusedSetting("pipeline.activation_cap", "pipeline.size is 1")
+        if not self.pipeline.is_staged:
+            why = "pipeline.size and pipeline.stages_per_rank are 1"
+            for name in ("schedule", "partition", "activation_cap"):
+                yield UnusedSetting(f"pipeline.{name}", why)
 
 
 class Settings(Section):

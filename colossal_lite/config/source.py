@@ -138,7 +138,7 @@ def _line_of(error: Exception, path: Path) -> str:
 
 def plain(given: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """A copy made of dicts and tuples, in which a key with dots (`optimizer.lr`) is the setting that it names. Adds a
-    problem for every key that is no string, for a dict that holds itself, and for one that is nested too deep."""
+    problem for every key that is not a string. Also for a dict that holds itself or is nested too deep."""
     problems: list[Problem] = []
 
     def copied(value: Any, path: str, within: tuple[int, ...]) -> Any:

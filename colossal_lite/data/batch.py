@@ -1,15 +1,15 @@
 """Reads the batch of a step into one form and cuts it into micro-batches.
 
-Note: a batch is `(inputs, labels)` or a mapping, as a tokenizer or collator gives it, with `input_ids`, `labels` and
-perhaps `attention_mask`, `position_ids`.  It is batch first, holds full sequences, and is the same on all ranks of one
-data coordinate.  Labels never reach the model.
+Note: a batch is `(inputs, labels)` or a mapping, as a tokenizer or collator gives it.  The mapping has `input_ids`,
+`labels` and perhaps `attention_mask`, `position_ids`.  It is batch first, holds full sequences, and is the same on all
+ranks of one data coordinate.  Labels never reach the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,21 @@ class Batch:
         if self.tokens is None:
             return x
         return x[:, : self.tokens] if self.positions is None else x[:, self.positions < self.tokens]
+
+    def with_one_row(self) -> Batch:
+        """This batch; or one row of ones in the place of no rows. A model that is not ours may fail on zero samples.
+        The rank must still take part in gathers and sums. Whoever asks drops the outputs of that row."""
+
+        def padded(tensor: Tensor) -> Tensor:
+            return tensor.new_ones((1, *tensor.shape[1:])) if tensor.dim() and not tensor.shape[0] else tensor
+
+        return replace(
+            self,
+            args=tuple(padded(tensor) for tensor in self.args),
+            kwargs={name: padded(tensor) for name, tensor in self.kwargs.items()},
+            labels=padded(self.labels),
+            samples=padded(self.samples),
+        )
 
     def cut(self, parts: int) -> tuple[Batch, ...]:
         """`parts` consecutive micro-batches whose sizes differ by one at most, larger ones first; some may be empty."""

@@ -6,7 +6,7 @@ One that can only be iterated gets a `StreamLoader`: in its own order, resumed b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -52,6 +52,11 @@ def dataloader(
 
 def is_iterable_only(dataset: Any) -> bool:
     """Whether a dataset has no length or no indices. Raises ValueError for what can be iterated but once, or not."""
+    if isinstance(dataset, Mapping):
+        raise ValueError(
+            f"dataset: {type(dataset).__name__} of {', '.join(map(repr, list(dataset)[:8]))}; legal: one of them, such "
+            f"as dataset[{next(iter(dataset), '')!r}]"
+        )
     is_map = hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
     if is_map and not isinstance(dataset, IterableDataset):
         return False

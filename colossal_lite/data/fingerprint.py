@@ -1,6 +1,6 @@
 """Computes fingerprints of tensors, so that ranks can tell whether they hold the same.
 
-Note: a fingerprint is a number below 2**24, as a 0-d int64 tensor on the device of the tensors, so that computing it
+Note: a fingerprint is a number below 2**24, as a 0-d int64 tensor.  It is on the device of the tensors, so computing it
 does not wait for the device.  Two different tensors have the same one by chance, once in 16 million.  It reads bytes:
 0.0 and -0.0 differ.
 """

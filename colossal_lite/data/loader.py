@@ -49,7 +49,7 @@ def cut_batch(batch: Any, parts: int, part: int) -> Any:
     sizes = {len(x) for x in entries.values() if isinstance(x, Tensor) and x.dim()}
     if len(sizes) != 1 or not all(isinstance(x, Tensor) and x.dim() for x in entries.values()):
         raise ValueError(
-            f"local_batch: {type(batch).__name__}; legal: the number of samples of a global batch, or a tuple, list or "
+            f"local_batch: {type(batch).__name__}; legal: the number of samples of a global batch; or a tuple, list or "
             f"mapping of tensors with the same number of samples first"
         )
     piece = slice(*cut(sizes.pop(), parts, part))

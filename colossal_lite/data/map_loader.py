@@ -1,12 +1,12 @@
 """Loads the batches of one data coordinate from a dataset with a length, from any position of a run.
 
 Note: position and cut.
-The order of a run is one endless stream of samples.  Epoch e is the keyed permutation (seed, e) of the dataset.
-Epochs follow one another, and a batch is the next `global_batch` samples of the stream.  So the state of a loader is
-one integer, the number of samples seen, and no rank saves anything of its own.
-Each data coordinate takes a contiguous piece of every global batch, by the rule of `tensor_split`.  The stream does
-not depend on the number of pieces.  Joined in order of coordinate they are the same batch at any world size.
-A dataset that can only be iterated has a loader of its own (stream_loader.py).
+The order of a run is one endless stream of samples.  Epoch e is the keyed permutation (seed, e) of the dataset.  Epochs
+follow one another, and a batch is the next `global_batch` samples of the stream.  So the state of a loader is one
+integer, the number of samples seen.  No rank saves anything of its own.  Each data coordinate takes a contiguous piece
+of every global batch, by the rule of `tensor_split`.  The stream does not depend on the number of pieces.  Joined in
+order of coordinate they are the same batch at any world size.  A dataset that can only be iterated has a loader of its
+own (stream_loader.py).
 Cost: O(1) memory and about 0.1 ms for the permutation of a batch of usual size.  A rank fetches its own samples only.
 """
 

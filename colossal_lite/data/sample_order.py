@@ -103,8 +103,7 @@ class Order:
     def starts(self, position: int) -> range:
         """Where the batches from stream position `position` to the end of its epoch begin; never empty.
 
-        A rest too short for a batch, which only a position off the multiples of `global_batch` can leave, is
-        passed over.
+        A rest too short for a batch is skipped. Only a position off the multiples of `global_batch` leaves one.
         """
         size = self.epoch_samples
         end = (position // size + 1) * size

@@ -2,8 +2,8 @@
 
 Note: what of it is taken.
 Its dataset, collator, workers, timeout, `drop_last` and whether it shuffles; `batch_size` is the global batch.  Its
-batches are not: the order of samples follows from `config.seed`, so that a run can go on from a number of samples on
-any mesh.  A setting with which that order would be another is refused by name.
+batches are not: the order of samples follows from `config.seed`. So a run can resume at a number of samples on any
+mesh.  A setting with which that order would be another is refused by name.
 """
 
 from __future__ import annotations

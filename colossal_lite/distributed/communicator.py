@@ -6,16 +6,16 @@ A `Communicator` is one rank's end of one group of the mesh.  Every collective o
   full tensor of the operation (all-reduce: the buffer; all-gather: the gathered output; reduce-scatter: the unreduced
   input; broadcast, reduce, send: the buffer; all-to-all: the local buffer), whatever the backend sends.  A group of
   one rank makes no call and counts nothing;
-- a **recording** communicator has the same methods and no peers.  It counts and returns at once, so a rank of any
-  world runs on meta tensors in one process.  Its `PendingCollective` holds the tensors that a real exchange holds,
-  also those that receive the parts of others, so a meter sees a real step's bytes;
+- a **recording** communicator has the same methods and no peers.  It counts and returns at once, so a rank of any world
+  runs on meta tensors in one process.  Its `PendingCollective` holds the tensors of a real exchange, also those that
+  receive.  So a meter sees a real step's bytes;
 - every wait has the group's timeout, and its error names axis, ranks, operation and shape.  A watchdog may end it
   earlier.  After such an error messages may be under way, so no collective begins any more on that rank's mesh.
 
 Asynchronous methods return a `PendingCollective`.  Its `wait()` must be called, on every rank in the same order.  Sums
-are plain sums: no averaging collective exists.  On gloo, reduce-scatter and all-gather are made of direct exchanges
-(half the bytes and a third of the time of gloo's own at 64 MB, two ranks).  Such a reduce-scatter adds in rank order,
-so its bits do not depend on timing.  torch renamed collectives between 2.11 and 2.13.  That is hidden here.
+are plain sums: no averaging collective exists.  On gloo, reduce-scatter and all-gather are made of direct exchanges.
+For 64 MB and two ranks these take half the bytes and a third of the time of gloo's own.  Such a reduce-scatter adds in
+rank order, so its bits do not depend on timing.  torch renamed collectives between 2.11 and 2.13.  That is hidden here.
 """
 
 from __future__ import annotations
@@ -498,7 +498,7 @@ class TorchTransport:
     ) -> Started:
         """Send to and receive from several coordinates, as one batch.
 
-        NCCL runs unbatched messages in one queue for each group, so a send before a receive on every rank of a ring
+        NCCL runs unbatched messages in one queue for each group. So a send before a receive on every rank of a ring
         would wait for ever.
         """
         ranks, group = self._ranks, self._group

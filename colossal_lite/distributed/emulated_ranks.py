@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from queue import Empty, Queue
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,15 +30,14 @@ class EmulatedWorld:
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
         self._mail: dict[tuple[int, int, int], Queue[Tensor]] = {}
         self._posted: Counter[tuple[str, int, int]] = Counter()
-        self._is_over = False
+        self._ended: set[int] = set()
 
     def meeting(self, ranks: Sequence[int]) -> _Meeting:
         """The meeting of these ranks, made by the first that asks."""
         with self._lock:
-            made = self._meetings.setdefault(tuple(ranks), _Meeting(len(ranks), self.timeout_s))
-            if self._is_over:
-                made.barrier.abort()
-            return made
+            return self._meetings.setdefault(
+                tuple(ranks), _Meeting(tuple(ranks), self._ended, self.timeout_s)
+            )
 
     def mail(self, end: Literal["send", "receive"], source: int, to: int) -> Queue[Tensor]:
         """The queue of the next message between two ranks. The nth receive gets the nth message, in any order of
@@ -50,26 +49,44 @@ class EmulatedWorld:
             is_last = self._posted["send", source, to] >= number <= self._posted["receive", source, to]
             return self._mail.pop(key) if is_last else self._mail.setdefault(key, Queue())
 
-    def end(self) -> None:
-        """Wake all that wait; they raise RuntimeError."""
+    def end(self, rank: int) -> None:
+        """Wake the ranks that wait for this one, or will; they raise EndedError. Others go on until they wait for it:
+        so which ranks fail does not follow from their speed."""
         with self._lock:
-            self._is_over = True
-            for meeting in self._meetings.values():
-                meeting.barrier.abort()
+            self._ended.add(rank)
+            meetings = list(self._meetings.values())
+        for meeting in meetings:
+            with meeting.changed:
+                meeting.changed.notify_all()
+
+
+class EndedError(Exception):
+    """A rank waits for one that has ended, or is late."""
 
 
 class _Meeting:
-    def __init__(self, size: int, timeout_s: float) -> None:
-        self.barrier, self.timeout_s = threading.Barrier(size), timeout_s
-        self.table: list[Any] = [None] * size
+    def __init__(self, ranks: tuple[int, ...], ended: Set[int], timeout_s: float) -> None:
+        self.changed, self.timeout_s = threading.Condition(), timeout_s
+        self._ranks, self._ended = ranks, ended
+        self._brought: dict[int, Tensor] = {}
+        self._round, self._of_all = 0, list[Tensor]()
 
     def all_of(self, coord: int, mine: Tensor) -> list[Tensor]:
-        """Copies of what every rank brings, in order. A rank that does not come is a RuntimeError for all."""
-        self.table[coord] = mine.detach().clone()
-        self.barrier.wait(self.timeout_s)
-        everyone = list(self.table)
-        self.barrier.wait(self.timeout_s)
-        return everyone
+        """Copies of what every rank brings, in order. Raises EndedError for a rank that does not come."""
+        with self.changed:
+            self._brought[coord] = mine.detach().clone()
+            now = self._round
+            if len(self._brought) == len(self._ranks):
+                self._of_all = [tensor for _, tensor in sorted(self._brought.items())]
+                self._brought, self._round = {}, now + 1
+                self.changed.notify_all()
+            self.changed.wait_for(lambda: self._round > now or self._missing() & self._ended, self.timeout_s)
+            if self._round == now:
+                raise EndedError(f"emulated ranks {sorted(self._missing())} do not come")
+            return self._of_all  # the next round needs this rank
+
+    def _missing(self) -> set[int]:
+        return {rank for coord, rank in enumerate(self._ranks) if coord not in self._brought}
 
 
 class ThreadTransport:
@@ -144,16 +161,17 @@ class ThreadTransport:
 
 
 def run_emulated(world: EmulatedWorld, ranks: Sequence[Callable[[], T]]) -> list[T]:
-    """What each rank's function gives, all run at once. Raises the first error of a rank; the others are woken."""
+    """What each rank's function gives, all run at once. Raises the error of the first rank that has one of its own."""
     results: dict[int, T] = {}
-    errors: list[BaseException] = []
+    errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         try:
             results[rank] = ranks[rank]()
         except BaseException as error:  # it is raised again below, and no rank may wait for this one
-            errors.append(error)
-            world.end()
+            errors[rank] = error
+        finally:
+            world.end(rank)
 
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"emulated rank {rank}", daemon=True)
@@ -164,5 +182,5 @@ def run_emulated(world: EmulatedWorld, ranks: Sequence[Callable[[], T]]) -> list
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0]
+        raise min(errors.items(), key=lambda each: (isinstance(each[1], EndedError), each[0]))[1]
     return [results[rank] for rank in range(len(ranks))]

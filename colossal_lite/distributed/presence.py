@@ -1,4 +1,4 @@
-"""Tells whether the process of a rank of this host has died or is stopped, from the kernel's table of processes.
+"""Reads from the kernel's process table whether the process of a rank on this host has died or is stopped.
 
 Linux only. Of ranks on other hosts, or in other containers of this one, nothing is known.
 """

@@ -3,9 +3,9 @@
 Note: the exchange.
 Each rank has a **send buffer**: anonymous shared memory that every rank of its host has mapped.  It has one socket to
 each of them.  A sender copies a tensor into a free part of its send buffer and sends its offset to each reader.  A
-reader waits for that packet, reads the tensor in place (a sum adds straight from it), and answers that it is
-done.  Then the part is free again.  A send does not wait for its readers.  Where hundreds of packets are unread it
-waits for room, and receives meanwhile.  An order of sends and receives that has no deadlock on paper has none here.
+reader waits for that packet, and reads or adds the tensor in place.  Then it answers that it is done.  Then the part is
+free again.  A send does not wait for its readers.  Where hundreds of packets are unread it waits for room, and receives
+meanwhile.  An order of sends and receives that has no deadlock on paper has none here.
 - **Order**: messages from one rank to another are numbered on each `MessageChannel`.  The n-th message expected is the
   n-th posted, whatever else is on the socket.  Every message has a tag (operation, shape, dtype).  Ranks that have
   left the common sequence of operations get an error at once, not after a timeout.
@@ -38,7 +38,7 @@ from colossal_lite.distributed.send_buffer import ExchangeError, SendBuffer
 Stage = tuple[list["Arrival"], "Finish"]
 Finish = Callable[[], Stage | None]
 MOST_LENT = 64
-"""Places lent out before their readers are asked whether they are done: their words must not fill a socket."""
+"""Parts of the send buffer in use before this rank reads its sockets: unread answers must not fill one."""
 MESSAGE_BYTES = 4096
 TOKEN_BYTES = 16
 _HEADER = struct.Struct("<BHQQQ")  # kind, channel, number, offset, size in bytes; then the tag
@@ -54,7 +54,7 @@ class Neighbour:
     socket: socket.socket
     memory: mmap.mmap
     arrived: dict[tuple[int, int], tuple[int, str]] = field(default_factory=dict)
-    """(offset, tag) by (lane, number)."""
+    """(offset, tag) by (channel, number)."""
     gone: bool = False
 
 
@@ -78,7 +78,7 @@ class Arrival:
         self._offset = self._exchange.await_message(self._source, self._key, self._tag, self._timeout_s)
 
     def view(self) -> Tensor:
-        """The message, in the sender's send buffer. It may be written: a part with one reader has no other."""
+        """The message, in the sender's send buffer. Its only reader may write into it."""
         assert self._offset >= 0, "it has not been waited for"
         return _tensor(self._source.memory, self._offset, self._shape, self._dtype)
 
@@ -90,7 +90,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Lost:
-    """The end of a message to a rank that has ended."""
+    """Stands for a message to a rank that has ended: waiting for it raises."""
 
     rank: int
 
@@ -132,7 +132,7 @@ class Operation:
 
 
 class Exchange:
-    """This rank's end of all pairs of its host. One thread at a time may use it."""
+    """Posts and receives messages of this rank, with every other rank of its host. One thread at a time may use it."""
 
     def __init__(self, rank: int, send_buffer: SendBuffer, neighbours: Sequence[Neighbour]) -> None:
         self.rank, self.send_buffer = rank, send_buffer

@@ -1,12 +1,14 @@
 """Runs the collectives of a group whose ranks share a host, over distributed/shared_memory.py.
 
 Note: who copies and who adds.
-Every operation posts what others need and expects what they post.  The rest happens when that has arrived.  A piece
-with one reader is summed where it was posted, so sums need no scratch.  More than two terms of 16 bits are the
-exception: they are added in float32, tile by tile, and rounded once.  A large sum of more than two ranks has two
-stages, in which each rank adds one piece.  Of a tensor of B bytes a rank of n writes and reads: all-reduce B and B
-(n = 2), else (1 + 1/n) B and 2 (n - 1)/n B; all-gather its shard and the others'; reduce-scatter and all-to-all
-(n - 1)/n B each way.
+An operation posts tensors for other ranks, and lists the messages that it expects.  It copies or adds when these have
+arrived.  A posted piece with one reader is summed in place, so sums need no scratch.  Sums of more than two terms of
+16 bits need some: they are added in float32, tile by tile, and rounded once.  A large sum of more than two ranks has
+two stages, in which each rank adds one piece.
+Bytes that a rank of n writes and reads, for a tensor of B bytes:
+    all-reduce                     B and B for n = 2, else (1 + 1/n) B and 2 (n - 1)/n B
+    all-gather                     its shard, and the others' shards
+    reduce-scatter, all-to-all     (n - 1)/n B each
 """
 
 from __future__ import annotations
@@ -30,19 +32,18 @@ from colossal_lite.distributed.shared_memory import (
 
 ReduceOp = Literal["sum", "max"]
 Started = tuple[Sequence[Any], Callable[[], Any]]
-"""Messages to wait for, and what to do then."""
+"""Operations to wait for, and the function to call then."""
 WIDE_NUMEL = 1 << 18
-"""Elements of 16 bits that are summed in float32 at once, few enough for the caches in all passes."""
+"""Elements of 16 bits that are summed in float32 at once, few enough for the caches."""
 WHOLE_BYTES = 1 << 16
-"""Sums of more than two ranks are cut between them above this size: each adds one piece and gives it to the
-others."""
+"""Above this size a sum of more than two ranks has two stages: each rank adds one piece and posts it."""
 
 
 class SharedMemoryTransport:
-    """The collectives of one group whose ranks share a host. Each posts at once, and needs no scratch.
+    """Runs the collectives of one group whose ranks share a host. It has the interface of TorchTransport.
 
-    Autograd sees none of it, as it sees no write of torch's groups. Tensors are written by their `data`, whose
-    version is not that of other views of one buffer.
+    Autograd sees no write, as with torch's groups. Tensors are written through `data`: this does not raise the version
+    that views of one buffer share. `ordered` and `scratch` have no effect here.
     """
 
     def __init__(self, exchange: Exchange, number: int, ranks: Sequence[int], coord: int, timeout_s: float):
@@ -59,7 +60,9 @@ class SharedMemoryTransport:
         came = {j: self._together.expect(tensor, j, tag) for j in self._others}
         is_large = tensor.numel() * tensor.element_size() > WHOLE_BYTES
         if self._size > 2 and is_large and tensor.is_contiguous():
-            return self._begun(list(came.values()), self._by_pieces(tensor, came, combine, f"{tag}, a piece"))
+            return self._started(
+                list(came.values()), self._by_pieces(tensor, came, combine, f"{tag}, a piece")
+            )
 
         def add_all() -> None:
             views = {j: each.view() for j, each in came.items()}
@@ -68,7 +71,7 @@ class SharedMemoryTransport:
             else:
                 tensor.copy_(self._combined(tensor, views, combine))
 
-        return self._begun(list(came.values()), add_all)
+        return self._started(list(came.values()), add_all)
 
     def _by_pieces(
         self, tensor: Tensor, came: Mapping[int, Arrival], combine: Combine, tag: str
@@ -80,14 +83,14 @@ class SharedMemoryTransport:
         """
         pieces = tensor.view(-1).tensor_split(self._size)
         place = self._together.reserve(self._others)
-        filling = self._filling({j: pieces[j] for j in self._others}, tag)
+        copy_theirs = self._copy_stage({j: pieces[j] for j in self._others}, tag)
 
         def add_own_piece() -> Stage:
             own = pieces[self._coord]
             parts = {j: each.view().view(-1).tensor_split(self._size) for j, each in came.items()}
             own.copy_(self._combined(own, {j: part[self._coord] for j, part in parts.items()}, combine))
             self._together.post(own, place, tag)
-            return filling
+            return copy_theirs
 
         return add_own_piece
 
@@ -97,12 +100,12 @@ class SharedMemoryTransport:
         places = cut(whole, self._size, dim, shard.shape)
         if places[self._coord].data_ptr() != shard.data_ptr():
             places[self._coord].copy_(shard)
-        return self._begun(*self._filling({j: places[j] for j in self._others}, tag))
+        return self._started(*self._copy_stage({j: places[j] for j in self._others}, tag))
 
     def reduce_scatter(
         self, full: Tensor, target: Tensor, dim: int, tag: str, ordered: bool, scratch: Tensor | None
     ) -> Started:
-        """Always in rank order. `target` may be this rank's own part."""
+        """Sum in rank order. `target` may be this rank's own part."""
         full, target = full.data, target.data
         parts = cut(full, self._size, dim, target.shape)
         own = parts[self._coord]
@@ -113,13 +116,13 @@ class SharedMemoryTransport:
         def add_in_rank_order() -> None:
             self._add_up(own, {j: each.view() for j, each in came.items()}, target)
 
-        return self._begun(list(came.values()), add_in_rank_order)
+        return self._started(list(came.values()), add_in_rank_order)
 
     def broadcast(self, tensor: Tensor, source: int, tag: str) -> Started:
         tensor = tensor.data
         if self._coord == source:
             return self._post(self._together, tensor, self._others, tag), nothing
-        return self._begun(*self._filling({source: tensor}, tag))
+        return self._started(*self._copy_stage({source: tensor}, tag))
 
     def reduce(self, tensor: Tensor, target: int, tag: str) -> Started:
         tensor = tensor.data
@@ -130,14 +133,14 @@ class SharedMemoryTransport:
         def add_in_rank_order() -> None:
             self._add_up(tensor, {j: each.view() for j, each in came.items()}, tensor)
 
-        return self._begun(list(came.values()), add_in_rank_order)
+        return self._started(list(came.values()), add_in_rank_order)
 
     def all_to_all(self, tensor: Tensor, out: Tensor, tag: str) -> Started:
         parts, places = tensor.data.chunk(self._size), out.data.chunk(self._size)
         for j in self._others:
             self._post(self._together, parts[j], [j], tag)
         places[self._coord].copy_(parts[self._coord])
-        return self._begun(*self._filling({j: places[j] for j in self._others}, tag))
+        return self._started(*self._copy_stage({j: places[j] for j in self._others}, tag))
 
     def exchange(
         self,
@@ -152,13 +155,13 @@ class SharedMemoryTransport:
         for to, tensor in outgoing.items():
             self._post(channel, tensor.data, [to], tag)
         places = {source: tensor.data for source, tensor in incoming.items()}
-        return self._begun(*self._filling(places, tag, channel))
+        return self._started(*self._copy_stage(places, tag, channel))
 
     def send(self, tensor: Tensor, to: int, tag: str) -> Started:
         return self._post(self._pairs, tensor.data, [to], tag), nothing
 
     def receive(self, into: Tensor, source: int, tag: str) -> Started:
-        return self._begun(*self._filling({source: into.data}, tag, self._pairs))
+        return self._started(*self._copy_stage({source: into.data}, tag, self._pairs))
 
     def _post(
         self, channel: MessageChannel, tensor: Tensor, readers: Sequence[int], tag: str
@@ -166,13 +169,13 @@ class SharedMemoryTransport:
         self._exchange.advance()
         return channel.post(tensor, channel.reserve(readers), tag)
 
-    def _begun(self, arrivals: list[Arrival], finish: Finish) -> Started:
+    def _started(self, arrivals: list[Arrival], finish: Finish) -> Started:
         return [Operation(self._exchange, arrivals, finish)], nothing
 
-    def _filling(
+    def _copy_stage(
         self, places: Mapping[int, Tensor], tag: str, channel: MessageChannel | None = None
     ) -> Stage:
-        """Copy the next message of each of these coordinates to its target."""
+        """A stage that copies the next message of each of these coordinates into its tensor."""
         came = [((channel or self._together).expect(place, j, tag), place) for j, place in places.items()]
 
         def copy() -> None:

@@ -1,20 +1,20 @@
 """Reports which rank is missing when a collective does not end, and what each rank was doing.
 
 Note: records and alarms.
-A rank that survives a hang knows only that others are missing.  The rank that hangs knows nothing.  So every rank has
-a record: phase, step, and per axis the number and the last descriptions of its collectives.  That costs an append a
-collective and no message.  A rank whose collective fails raises an alarm in the context's store.  A thread of each
-rank looks there every `LOOK_S`, and answers with its record and the current line of its main thread.  The rank that
-failed compares.  A rank with fewer calls on that axis is missing.  A rank with another call at that number has
-diverged.  A rank that does not answer has died or is stopped: then its last beat is shown, at most `LOOK_S` old.
-Every rank reads the beat of the rank that serves the store too, as the store ends with it.
+A rank that survives a hang knows only that others are missing.  The rank that hangs knows nothing.  So every rank has a
+record: phase, step, and per axis the number and the last descriptions of its collectives.  That costs an append a
+collective and no message.  A rank whose collective fails raises an alarm in the context's store.  A thread of each rank
+looks there every `LOOK_S`. It answers with its record and the current line of its main thread.  The rank that failed
+compares.  A rank with fewer calls on that axis is missing.  A rank with another call at that number has diverged.  A
+rank that does not answer has died or is stopped: then its last beat is shown, at most `LOOK_S` old.  Every rank reads
+the beat of the rank that serves the store too, as the store ends with it.
 Cost in a run without faults: at most four short questions to the store every `LOOK_S`, beside the training.
 
 Note: errors of one rank.
 The thread of a rank whose engine has raised writes the error into the store (distributed/progress.py says which count).
-The threads of others read it there.  If a rank then waits in one collective for `PATIENCE_S`, its thread ends the
-wait through the `breakers` of its transports.  From then on no collective begins on that rank (`Progress.broken`),
-and its reason is the first on the board, so that all ranks end with one cause.
+The threads of others read it there.  If a rank then waits in one collective for `PATIENCE_S`, its thread ends the wait
+by its transports' `breakers`.  From then on no collective begins on that rank (`Progress.broken`). The reason is the
+first on the board, so all ranks end with one cause.
 
 Note: a lost store or launcher.
 A rank whose launcher has ended, or whose store has, can neither save nor learn anything.  Its thread says so, ends
@@ -50,7 +50,7 @@ LOOK_S = 0.25
 ANSWER_S = 1.5
 """seconds that a failed rank waits for the records of the others, or for one answer of the store"""
 PATIENCE_S = 1.0
-"""seconds that a rank goes on waiting when another one has raised, which may give its step up as all do"""
+"""seconds that a rank goes on waiting when another has raised: all ranks may give up the step"""
 LEAVE_S = 5.0
 """seconds after which a rank whose store or launcher is gone is ended"""
 END_S = 10.0

@@ -6,7 +6,7 @@ rules for ranks that end early:
 - A rank that leaves the `with` block by an exception writes `rank 1 stopped: ValueError: ...` into the store.  It does
   so *before* it closes its connections, and never overwrites another rank's reason.  The collectives of the others then
   fail on a closed connection.  They read the reason and raise a `CommError` that begins with it.  A rank also does so
-  if its engine raised an error that was caught, unless a later call of the engine succeeded.
+  after a caught error of its engine, unless a later call of the engine succeeded.
 - SIGTERM, SIGINT, SIGHUP and SIGUSR1 do not end a rank. They are recorded, and the ranks agree on the step after which
   all stop (engine/stopping.py).  A rank that raises `Stopped` with code 0 has not failed.
 """

@@ -11,9 +11,10 @@ all-reduce), and one all-reduce of `5 + parameters` float64.  Dropout or auxilia
 ranks' batch sizes.
 
 Note: updates in backward, `optimizer.update_when="backward"`.
-The UPDATE of each chunk follows its REDUCE while backward runs (zero/backward_updates.py).  The ranks agree on loss and
-tokens before that too.  A gradient that is not finite cannot be skipped then: the step raises, and training continues
-only from a checkpoint.  Until `step` has ended some weights are new and others old, so reading or changing them raises.
+The UPDATE of each chunk follows its last REDUCE while backward runs (zero/backward_updates.py).  The ranks agree on
+loss and tokens before that too.  A gradient that is not finite cannot be skipped then: the step raises, and training
+continues only from a checkpoint.  Until `step` has ended some weights are new and others old, so reading or changing
+them raises.
 
 Note: a pipeline.
 The step is the same with a longer plan (pipeline/step_plan.py).  The plan has this rank's stages, the messages between
@@ -64,7 +65,6 @@ from colossal_lite.parallel.loss import Criterion, Loss, ModelLoss, refuse_means
 from colossal_lite.parallel.parallelize import facts_of, stated_sizes
 from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.step_plans import StepPlans
-from colossal_lite.schedule.footprint import most_arrivals
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import ScheduleTimeline
 from colossal_lite.transforms.split_backward import DeferredWeightGrads
@@ -276,7 +276,7 @@ class Engine:
         `count`: the loss is a mean over so many tokens, and the step divides by the global number.  None: every data
         rank has the same weight, and the losses of several calls add up.
         With `optimizer.update_when="backward"` the weights are updated when this returns, except those that `step`
-        updates. Then a step has one call."""
+        updates. Then a step has as many calls as `gradient_accumulation` says, and the last one updates."""
         self._loop.backward(loss, count, self._rate_factor)
 
     # ---- full tensors ----
@@ -345,11 +345,10 @@ class Engine:
     # ---- reports ----
 
     def memory_report(self) -> MemoryReport:
-        """Bytes on this rank by kind and tier: weights, masters, gradients, optimizer state, frozen parameters, staging
-        buffers of gradients and state, the arena that they share under a budget, and pipeline messages.
-        All are allocated once: at the start, in the first step, or when a budget chooses a placement. The peak of a
-        buffer is the most that steps have used. It may exceed the plan if backward leaves parameters out. After
-        `metered` steps there are also activations, temporaries and exchange."""
+        """Bytes on this rank by kind (`MemoryReport` lists them) and tier. Buffers are allocated once: at the start, in
+        the first step, or when a budget chooses a placement. The peak of a buffer is the most that steps have used. It
+        may exceed the plan if backward leaves parameters out. After `metered` steps there are also activations,
+        temporaries and exchange."""
         return self._reports.memory_report()
 
     def metered(self) -> AbstractContextManager[None]:
@@ -461,7 +460,7 @@ class Engine:
         """Run the plan of a step on its micro-batches; add loss and weight to `sums`."""
         trains = torch.is_grad_enabled()
         shapes = [(trains, part.size, *part.inputs.shape[1:], part.inputs.dtype) for part in parts]
-        ahead = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})
+        knows_shapes = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})
 
         def forward(stage: int, i: int, carried: Any) -> Any:
             self._weights.arrive(stage)
@@ -469,11 +468,15 @@ class Engine:
             self._metering.forward_ended([part.inputs.shape for part in parts])
             return outputs
 
+        def forwards_ended() -> None:
+            if trains and self._updates.within_backward:
+                self._updates.announce(sums.reported_loss(self._tells), self._comparison)
+
         def before_backward(stage: int, i: int, kind: ActionKind, later: DeferredWeightGrads) -> None:
             self._parts.before_backward()
             self._weights.arrive(stage)
-            if self._updates.within_backward:
-                self._updates.begin(sums.reported_loss(self._tells), self._rate_factor, self._comparison)
+            if self._updates.within_backward and i == len(parts) - 1:
+                self._updates.begin(self._rate_factor, self._comparison)
             self._auxiliary.seed = self._seed(parts[i])
             self._hooks.begin(
                 stage,
@@ -481,6 +484,7 @@ class Engine:
                 seed=self._seed(parts[i]),
                 is_whole=kind is not ActionKind.I,
                 frees=i == len(parts) - 1,
+                sums=(stage, i) in summed,
                 to_come=[leaf for each in later for leaf in each.leaves()] if kind is ActionKind.W else None,
             )
 
@@ -489,20 +493,19 @@ class Engine:
             before_backward=before_backward,
             around_backward=self._parts.around_backward,
             defer_weight_grads=self._parts.weight_grads.open,
+            forwards_ended=forwards_ended,
             pass_over=self._pass_over,
             is_empty=lambda i: parts[i].size == 0,
             gather=self._weights.gather,
             reduce=lambda action: self._hooks.reduce(_chunk_of(action)),
             tied_reduce=self._tied_reduce,
         )
-        posts_ahead = self._posts_ahead
-        plans = {
-            each: self._plans.of(len(parts), backward=trains, ahead=each)
-            for each in {ahead and posts_ahead, posts_ahead}
-        }
-        slots = max(most_arrivals(plan[self._runtime.comm.coord]) for plan in plans.values())
-        plan = plans[ahead and posts_ahead]
-        self._weights.follow(plan[self._runtime.comm.coord])
+        coord = self._runtime.comm.coord
+        plan, slots = self._plans.of_step(
+            len(parts), coord, backward=trains, knows_shapes=knows_shapes, posts_ahead=self._posts_ahead
+        )
+        summed = {(a.stage, a.micro_batch) for a in plan[coord] if a.kind is ActionKind.REDUCE}
+        self._weights.follow(plan[coord])
         with self._hooks.expecting():
             self._runtime.run(plan, work, shapes, slots=slots)
 
@@ -594,9 +597,13 @@ class Engine:
         )
 
     def _settle(self) -> None:
-        """Under a budget, before the first update: choose the placement of all state."""
-        if self._memory_budget is not None:
-            self._memory_budget.settle()
+        """Under a budget, before the first update: choose the placement of all state. Lists of a pipeline fetch from
+        then on what rests on the host."""
+        if self._memory_budget is None:
+            return
+        plan, comm = self._runtime.plan, self._runtime.comm
+        if self._memory_budget.settle(() if plan is None else plan[comm.coord], self._runtime.slot_bytes[0]):
+            self._plans.place((*self._chunks, *self._parts.built.frozen), comm)
 
 
 def _chunk_of(action: Action) -> int:

@@ -31,7 +31,7 @@ from colossal_lite.pipeline.step_plan import splits_backward
 from colossal_lite.transforms.activation_checkpoint import remove_activation_checkpoint
 from colossal_lite.transforms.auxiliary_loss import unbind
 from colossal_lite.transforms.split_backward import WeightGradStore, defer_weights, restore_weights
-from colossal_lite.zero.build_chunks import chunk_optimizer, sharding_of
+from colossal_lite.zero.build_chunks import chunk_optimizer
 from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gradient_hooks import StageHooks
 from colossal_lite.zero.memory_budget import MemoryBudget
@@ -133,10 +133,10 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
     config, mesh, model, chunks = context.config, context.mesh, built.model, built.chunks
     parameters = built.names.parameters(model)
     apart = built.apart(parameters)
-    hooks = StageHooks(chunks, parameters, by_micro_batch=sharding_of(config).by_micro_batch)
+    hooks = StageHooks(chunks, parameters)
     weights = weights_of(
         model, parameters, chunks, hooks, mesh.world, config.zero, built.frozen,
-        is_staged=config.parallel.pipeline.size > 1,
+        is_staged=config.parallel.pipeline.is_staged,
     )  # fmt: skip
     weight_grads = _weight_grads_of(model, config)
     optimizer, resolved = _optimizer_of(built, context, factory, parameters)
@@ -183,7 +183,8 @@ def _memory_budget_of(
         return None
     try:
         return MemoryBudget(
-            context.config, built.chunks, weights, optimizer, context.mesh.world, device=context.device,
+            context.config, built.chunks, weights, optimizer, context.mesh.world,
+            coord=context.mesh.coord("pipeline"), device=context.device,
             frozen=built.frozen, apart_bytes=sum(p.nbytes for p in apart), outlives=built.outlives,
             began=lambda: hooks.began,
         )  # fmt: skip

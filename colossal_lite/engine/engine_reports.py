@@ -19,6 +19,7 @@ from colossal_lite.observe.tables import Rows
 from colossal_lite.pipeline.runtime import Runtime
 from colossal_lite.pipeline.step_plans import report_of
 from colossal_lite.schedule.simulator import ScheduleTimeline
+from colossal_lite.zero.build_chunks import sharding_of
 from colossal_lite.zero.memory_budget import Forecast
 
 
@@ -76,7 +77,10 @@ class EngineReports:
     def schedule_report(self) -> ScheduleReport:
         if self._runtime.plan is None:
             raise ValueError("schedule_report: no step has run; legal: after train_step or eval_step")
-        return report_of(self._runtime.plan, self._parts.built.stages, self._runtime.timeline())
+        sharding = sharding_of(self._parts.context.config)
+        return report_of(
+            self._runtime.plan, self._parts.built.stages, self._runtime.timeline(), by_visit=sharding.by_visit
+        )
 
     def link_report(self) -> Rows[LinkRow]:
         return self._marks.rows(self._parts.optimizer.links)

@@ -62,7 +62,7 @@ class EngineState:
         self._model, self._chunks, self._frozen = built.model, built.chunks, built.frozen
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
         pipeline = context.config.parallel.pipeline
-        by_the_clock = pipeline.size > 1 and pipeline.partition == "profiled"
+        by_the_clock = pipeline.is_staged and pipeline.partition == "profiled"
         times = tuple((unit.forward, unit.input, unit.weight) for unit in built.stages.cut.units)
         self._unit_seconds = times if by_the_clock else None
         self.full = FullState(
@@ -239,7 +239,7 @@ class EngineState:
             if name := chunk.lost_change():
                 raise ValueError(
                     f"{what}: {name} was changed in place by other code than the engine (an optimizer of its own, "
-                    f"max_norm, or a hand), and the change would be lost: the value that is updated is elsewhere "
+                    f"max_norm, or a hand); the change would be lost: the value that is updated is elsewhere "
                     f"({self._where()}); legal: engine.step, initialize(optimizer=...), or "
                     f"engine.load_full_state_dict"
                 )

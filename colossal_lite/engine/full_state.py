@@ -241,5 +241,6 @@ def own_config(model: nn.Module) -> dict[str, Any] | None:
     """A model's own configuration as JSON values: a dataclass, or Hugging Face's configuration."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
-        return dict(json.loads(json.dumps(config.to_dict(), default=str)))
+        facts: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+        return facts | {"architectures": facts.get("architectures") or [type(model).__name__]}
     return asdict(config) if is_dataclass(config) and not isinstance(config, type) else None

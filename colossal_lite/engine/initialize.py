@@ -63,7 +63,7 @@ from colossal_lite.transforms.batch_statistics import check_batchwide, check_max
 from colossal_lite.transforms.compile import compile_blocks
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
 from colossal_lite.zero.memory_budget import Forecast
-from colossal_lite.zero.parameter_order import by_order, notice_order, order_of_use
+from colossal_lite.zero.parameter_order import by_order, order_of_use, warn_if_out_of_order
 from colossal_lite.zero.user_optimizer import Factory, check_apart
 
 
@@ -139,7 +139,7 @@ def _initialize(
     originals = dict(module.named_parameters())
     if recipes is None:
         _assert_same_on_all_ranks(module, context)
-    sections = traced_units(module) if context.mesh.size("pipeline") > 1 else None
+    sections = traced_units(module) if context.config.parallel.pipeline.is_staged else None
     parallelized = _swap_layers(module, context, plan, streams, loss)
     if parallelized.form != Form(regather_inputs=parallelized.form.regather_inputs):
         if config.parallel.tensor.sequence_parallel == "auto" or parallelized.form.whole_sizes:
@@ -154,7 +154,7 @@ def _initialize(
     )
     stages = _lay_out(module, facts, context, measure, sections)
     trainable = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
-    if optimizer is not None and context.mesh.size("pipeline") > 1:
+    if optimizer is not None and context.config.parallel.pipeline.is_staged:
         of_stages = [[n for n in trainable if stage in stages.homes[n]] for stage in sorted(stages.placement)]
         check_apart(optimizer, trainable, of_stages, context.device)
     order = None if isinstance(model, nn.Module) or type(module) is GPT else order_of_use(on_meta(model))
@@ -169,7 +169,7 @@ def _initialize(
         module, names, originals, recipes, parallelized.specs, all_packed, stages, context, tuple(numels), records
     )  # fmt: skip
     if order is None and context.is_main and config.compile == "none":
-        notice_order(
+        warn_if_out_of_order(
             module,
             [chunk.spec for chunk in chunks],
             {id(p): name for name, p in names.parameters(module).items()},
@@ -209,7 +209,7 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
     check_labels_optional(module)
     check_batchwide(module, _cuts(context.config, context))
     check_max_norm(module, _copies(context.config, context))
-    if context.mesh.size("pipeline") > 1:
+    if context.config.parallel.pipeline.is_staged:
         check_hooks(module)
     return facts
 
@@ -221,7 +221,7 @@ def _own_loss(module: nn.Module, context: Context) -> ModelLoss:
             f"criterion='model' with parallel.sequence, where code of {type(module).__name__} sees a part of each "
             f"sequence; legal: criterion=None, which trains on the model's logits, or parallel.sequence=1"
         )
-    if context.mesh.size("pipeline") > 1 and has_stated_units(module):
+    if context.config.parallel.pipeline.is_staged and has_stated_units(module):
         raise ValueError(
             f"criterion='model' in a pipeline of {type(module).__name__}, whose stages do not run its forward; legal: "
             f"criterion=None, which trains on the model's logits"
@@ -280,7 +280,7 @@ def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context)
     pipeline, accumulation_steps = context.config.parallel.pipeline, context.config.gradient_accumulation
     if example is None:
         return None
-    if pipeline.size == 1 or pipeline.partition != "profiled":
+    if not pipeline.is_staged or pipeline.partition != "profiled":
         warnings.warn("initialize: example has no effect without pipeline.partition='profiled'", stacklevel=3)
         return None
     check_batch(example, StatedSizes(facts.vocabulary if facts else None))
@@ -295,7 +295,7 @@ def _measure(
 ) -> Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None:  # fmt: skip
     """The function that times the units of the model, for `pipeline.partition='profiled'`."""
     pipeline, given = context.config.parallel.pipeline, context.config.precision
-    if pipeline.size == 1 or pipeline.partition != "profiled":
+    if not pipeline.is_staged or pipeline.partition != "profiled":
         return None
     dtype = Precision.of(given).compute
     profiler = Profiler(
@@ -317,7 +317,7 @@ def _seconds_of_before(
     """Gives units the measured times of this run's earlier cut, as rank 0 reads them; None for a new run. Collective if
     there is a directory."""
     pipeline = context.config.parallel.pipeline
-    if directory is None or pipeline.size == 1 or pipeline.partition != "profiled":
+    if directory is None or not pipeline.is_staged or pipeline.partition != "profiled":
         return None
     mine = last_unit_seconds(Path(directory)) if context.is_main else None
     seconds = context.mesh.world.gather_json(mine)[0]
@@ -347,7 +347,7 @@ def _lay_out(
 ) -> Stages:
     """The units of the model on each stage of the pipeline; without a pipeline all are here."""
     pipeline, mesh = context.config.parallel.pipeline, context.mesh
-    if pipeline.size == 1:
+    if not pipeline.is_staged:
         return one_stage(module)
     stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"), measure, sections)
     if pipeline.partition == "profiled" and context.is_main:
@@ -366,7 +366,7 @@ def _forecast_batch(
     """The forecasts of `plan` for a step, for a model that can be built again. None for any other model, and for one
     whose forward reads values."""
     pipeline = context.config.parallel.pipeline
-    by_the_clock = pipeline.size > 1 and pipeline.partition == "profiled"  # stages that `plan` cannot know
+    by_the_clock = pipeline.is_staged and pipeline.partition == "profiled"  # stages that `plan` cannot know
     if by_the_clock or (isinstance(model, nn.Module) and type(model) is not GPT):
         return None
     frozen = {n: not p.requires_grad for n, p in model.named_parameters()} if isinstance(model, GPT) else {}
@@ -384,6 +384,8 @@ def _forecast_batch(
         if frozen and set(frozen) != {name for name, _ in again().named_parameters()}:
             return None  # it was changed after it was built
         mesh = context.mesh
+        if not trains and context.config.parallel.pipeline.is_staged:
+            return None  # `plan` has no evaluation of a pipeline
         try:
             config = Config.load(context.config, changes).derived("memory", update_on=found.memory.update_on)
             with torch.enable_grad():  # an evaluation may ask
@@ -398,7 +400,7 @@ def _forecast_batch(
         except ValuesError:
             return None  # it is measured in the first step instead
         activations = made.bytes_of("activations") + made.bytes_of("logits")
-        beside = {kind: made.bytes_of(kind) for kind in ("temporaries", "exchange", "gathered")}
+        beside = {kind: made.bytes_of(kind) for kind in ("temporaries", "exchange", "gathered", "messages")}
         return {"activations": activations, "device": made.peak_bytes} | beside
 
     return forecast_batch

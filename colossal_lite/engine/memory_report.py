@@ -7,7 +7,7 @@ visiting, arena, passing, messages) `peak` is the bytes that steps used, not the
 are equal.  `arena` is one allocation that several kinds share (memory/arena.py).  With it `staging` and `visiting` are
 allocations beyond the plan, normally none.  Activations and temporaries are measured only while a `Metering` is on:
 torch's dispatcher then calls Python for each operation.  Otherwise they cost nothing.  From the beginning of a step,
-links count the bytes of requested copies, and the seconds that the computation waited for them.
+links count the bytes of requested copies, and the seconds of waiting for them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class MemoryRow:
 
 
 class MemoryReport(Rows[MemoryRow]):
-    """Rows of memory; prints as a table with the total of each tier."""
+    """Rows of memory, one for each kind and tier; prints as a table with the total of each tier.
+
+    Kinds: weights, masters, gradients, optimizer state, frozen parameters, buffers, and pipeline messages. Buffers are
+    those of staging, gathers and updates, or under a budget the arena that they share."""
 
     def __str__(self) -> str:
         totals = []

@@ -47,7 +47,7 @@ class MicroBatches:
         count_of = pipeline.parts_of if torch.is_grad_enabled() else pipeline.fewer_of
         count = count_of(sizes, accumulation_steps, self._config.parallel.tensor.sample_parts)
         parts = tuple(part for turn in whole.cut(accumulation_steps) for part in turn.cut(count))
-        if pipeline.size > 1:
+        if pipeline.is_staged:
             for (
                 part
             ) in parts:  # every stage raises for a batch that cannot be split, before one waits for another
@@ -61,7 +61,7 @@ class MicroBatches:
         auxiliary, told = self._parallelized.auxiliary, self._parallelized.reported_loss
         row = [labels.shape[0], *([int((labels != -100).sum())] if auxiliary.names else [])]
         rows, data = [row], self._mesh.axis("data")
-        if data.size > 1 and (told or self._config.parallel.pipeline.size > 1):
+        if data.size > 1 and (told or self._config.parallel.pipeline.is_staged):
             rows = data.all_gather(torch.tensor(rows)).tolist()  # on the host, which waits for no device
         if auxiliary.names:
             auxiliary.begin(samples=sum(size for size, _ in rows), labels=sum(n for _, n in rows))

@@ -35,7 +35,8 @@ def repeats(config: Config) -> tuple[str, ...]:
     pipeline, recomputes = config.parallel.pipeline, config.activation_checkpoint
     found = {
         f"gradient_accumulation={config.gradient_accumulation}": config.gradient_accumulation > 1,
-        f"pipeline.micro_batches={pipeline.micro_batches}": pipeline.size > 1 and pipeline.micro_batches != 1,
+        f"pipeline.micro_batches={pipeline.micro_batches}": pipeline.is_staged
+        and pipeline.micro_batches != 1,
         f"activation_checkpoint={recomputes!r}": recomputes != "none",
     }
     return tuple(name for name, is_so in found.items() if is_so)

@@ -4,7 +4,7 @@ Note: three times, one list of actions.
 An update needs its summed gradient, and two numbers of the step: the divisor (tokens and clip factor) and the learning
 rate.  Both are known at the end of a step, and every update runs then.  If state is copied over a link, updates are
 deferred and run beside the next forward (zero/deferred_updates.py).  With `optimizer.update_when="backward"` the ranks
-agree on the tokens before backward, and nothing is clipped. Each update then follows the REDUCE of its chunk
+agree on the tokens before the last backward, and nothing is clipped. Each update then follows the REDUCE of its chunk
 (zero/backward_updates.py).  The actions are the same, `Updates._actions`.  Cost within backward: one more all-reduce of
 three float64.
 """
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.config.config import Config
+from colossal_lite.distributed.communicator import PendingCollective
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.engine.memory_report import Metering
 from colossal_lite.engine.rank_comparison import RankComparison
@@ -54,12 +55,11 @@ class Updates:
     ) -> None:
         self._chunks, self._optimizer, self._weights, self._hooks = chunks, optimizer, weights, hooks
         self._metering, self._mesh, self._config = metering, mesh, config
-        self._in_backward = (
-            UpdatesInBackward(chunks) if sharding_of(config).frees_gradient_on_update else None
-        )
+        self._in_backward = UpdatesInBackward(chunks) if sharding_of(config).updates_in_backward else None
         self._used: dict[int, Sequence[bool]] = {}  # known so far in backward
+        self._told: PendingCollective | None = None  # (loss, weight, apart) of all ranks
         if self._in_backward is not None:
-            hooks.hand_on(self._in_backward.summed)
+            hooks.hand_on(self._in_backward.summed, concludes=True)
         elif isinstance(optimizer, ChunkOptimizer) and optimizer.sends_gradients:
             hooks.hand_on(optimizer.send_gradient)
 
@@ -94,11 +94,19 @@ class Updates:
 
     # ---- within backward ----
 
-    def begin(self, told: Tensor, factor: float, comparison: RankComparison) -> None:
-        """Before a backward that updates: all-reduce each rank's (loss, weight) `told` to get the divisor. Collective.
-        Raises as `RankComparison.check`."""
+    def announce(self, told: Tensor, comparison: RankComparison) -> None:
+        """After the last forward of a step on this rank: begin to sum each rank's (loss, weight) `told`. Stages end
+        their forwards at different times, and none waits here. Collective."""
+        self._told = self._mesh.world.all_reduce_async(torch.cat([told, comparison.term()]))
+
+    def begin(self, factor: float, comparison: RankComparison) -> None:
+        """Before each last backward of a step, on every stage; the first begins the updates, when what all ranks have
+        told is here: then no forward is left on any. Collective. Raises as `RankComparison.check`."""
         assert self._in_backward is not None
-        loss, weight, apart = self._mesh.world.all_reduce(torch.cat([told, comparison.term()])).tolist()
+        if self._told is None:
+            return
+        loss, weight, apart = self._told.wait().tolist()
+        self._told = None
         comparison.check(apart)
         if not math.isfinite(loss) or weight == 0:
             self._in_backward.begin(None)
@@ -117,6 +125,9 @@ class Updates:
 
     def give_up(self) -> None:
         """Drop the updates that backward has not run."""
+        if self._told is not None:
+            self._told.wait()
+            self._told = None
         if self._in_backward is not None:
             self._in_backward.over()
 

@@ -10,7 +10,6 @@ pipeline is refused, since only the engine can run its plan.  Auxiliary losses a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ class UserLoop:
         self._tokens = local.tokens
         self._is_empty = local.inputs.shape[0] == 0
         if self._is_empty:
-            local = _with_one_row(local)
+            local = local.with_one_row()
         is_part = local.positions is not None
         self._streams.begin(
             self._step.number, local.samples, local.token_positions, is_part=is_part, tokens=local.tokens
@@ -88,8 +87,8 @@ class UserLoop:
                 "backward: count is given in some calls of this step and not in others; give it in all or none"
             )
         self._updates.refuse_within("backward")
-        if step.by_count is not None:
-            _refuse_second_backward(self._config)
+        if step.calls == self._config.gradient_accumulation:
+            _refuse_further_backward(self._config)
         step.by_count = count is not None
         is_scaled = step.loss_scale.scale != 1.0  # only then the host waits for a count on the device
         seed = step.loss_scale.seed(int(count) if is_scaled and count is not None else 1)
@@ -97,26 +96,33 @@ class UserLoop:
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
         step.sums.add(total.detach(), 0 if count is None else count)
-        if self._updates.within_backward:
+        is_last = step.calls + 1 == self._config.gradient_accumulation
+        updates = self._updates.within_backward and is_last
+        if updates:
             if count is None:
                 step.sums.weigh_alike()
-            self._updates.begin(step.sums.reported_loss(self.tells_loss), factor, self._comparison)
+            self._updates.announce(step.sums.reported_loss(self.tells_loss), self._comparison)
+            self._updates.begin(factor, self._comparison)
         step.calls += 1
         step.samples += self._samples
-        is_last = step.calls == self._config.gradient_accumulation
         self._hooks.begin(0, is_last=False, seed=seed, frees=is_last)
         with self._parts.measured(), self._parts.around_backward(), self._hooks.expecting():
             (total if seed == 1.0 else total * seed).backward()
-        if self._by_micro_batch:
-            self._reduce_all()
+        if self._by_micro_batch or updates:
+            self._reduce_all(ends=updates)
 
     def finish(self) -> None:
         """Start the remaining reductions, before the ranks agree. Raises ValueError without a `backward`."""
         if self._step.by_count is None:
             raise ValueError("step: there are no gradients; call forward_backward, or backward, first")
+        if self._updates.within_backward and not self._updates.under_way:
+            raise ValueError(
+                f"step: after {self._step.calls} calls of backward, of which optimizer.update_when='backward' needs as "
+                f"many as gradient_accumulation={self._config.gradient_accumulation} says; the last one updates"
+            )
         if not self._step.by_count:
             self._step.sums.weigh_alike()  # however many calls
-        if not self._by_micro_batch:
+        if not self._by_micro_batch and not self._updates.within_backward:
             self._reduce_all()
 
     @property
@@ -124,40 +130,26 @@ class UserLoop:
         """Whether this rank reports the loss: every tensor rank has the whole micro-batch's, and one reports it."""
         return self._mesh.coord("pipeline", "sequence", "tensor") == 0
 
-    def _reduce_all(self) -> None:
+    def _reduce_all(self, *, ends: bool = False) -> None:
         for chunk in reversed(self._chunks):
-            self._hooks.reduce(chunk.spec.id)
+            self._hooks.reduce(chunk.spec.id, ends=ends)
 
     def _refuse(self, what: str) -> None:
         """Raises ValueError where only the engine can run a step."""
-        if self._mesh.size("pipeline") > 1:
+        if self._config.parallel.pipeline.is_staged:
             raise ValueError(
                 f"{what}: a pipeline runs forward and backward of many micro-batches by its plan; legal: train_step, "
                 f"forward_backward and step, eval_step, or parallel.pipeline=1"
             )
         if self._auxiliary.names:
             raise ValueError(
-                f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}, which is weighed against labels "
+                f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}; its weight depends on labels "
                 f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
             )
 
 
-def _with_one_row(batch: Batch) -> Batch:
-    """A batch of one row of ones in the place of no rows. A model that is not ours may fail on zero samples, and the
-    rank takes part in gathers and sums all the same. The outputs of that row are dropped, so its gradients are zero."""
-
-    def padded(tensor: Tensor) -> Tensor:
-        return tensor.new_ones((1, *tensor.shape[1:])) if tensor.dim() and not tensor.shape[0] else tensor
-
-    kwargs = {name: padded(tensor) for name, tensor in batch.kwargs.items()}
-    args = tuple(padded(tensor) for tensor in batch.args)
-    return replace(
-        batch, args=args, kwargs=kwargs, labels=padded(batch.labels), samples=padded(batch.samples)
-    )
-
-
-def _refuse_second_backward(config: Config) -> None:
-    """Raises ValueError where a step has one micro-batch: a second `backward` is an error then."""
+def _refuse_further_backward(config: Config) -> None:
+    """Raises ValueError where a step has as many micro-batches as `gradient_accumulation` says, and no more."""
     if config.precision.gradient == "bf16":
         raise ValueError(
             "backward: a second call before step, and precision.gradient='bf16' keeps the sum of one alone; legal: "
@@ -165,6 +157,7 @@ def _refuse_second_backward(config: Config) -> None:
         )
     if config.optimizer.update_when == "backward":
         raise ValueError(
-            "backward: a second call before step, and optimizer.update_when='backward' has updated the weights in the "
-            "first; legal: 'step', or one call a step"
+            f"backward: a further call before step, and optimizer.update_when='backward' has updated the weights in "
+            f"the one before; legal: 'step', or gradient_accumulation, now {config.gradient_accumulation}, as large as "
+            f"the calls of a step"
         )

@@ -17,7 +17,7 @@ def timetable(
     jobs: Sequence[Job], devices: int, policy: PolicyName = "link", *, memory_bytes: int | None = None,
     quantum: Quantum | None = None, seed: int = 0,
 ) -> Timetable:  # fmt: skip
-    """What each device does until all jobs have made their steps.
+    """Lists what each device does until all jobs have made their steps.
 
     `memory_bytes`: of each device.  `quantum`: what a device does of a job before it may take another, None: a part
     under the policy "link", which hides loads beside other jobs, else a step.  Raises ValueError for a job larger than
@@ -48,7 +48,7 @@ class _Unit(NamedTuple):
 
 
 class _Builder:
-    """Plays the devices along the clock. Each computes one unit, and has reserved the next."""
+    """Plays the devices along the clock. Each computes one unit (a part of a step), and has reserved the next."""
 
     def __init__(self, jobs: Sequence[Job], devices: int, choose: Choose, memory_bytes: int | None) -> None:
         self.lists: list[list[Action]] = [[] for _ in range(devices)]
@@ -62,7 +62,7 @@ class _Builder:
         self._reserved: list[_Unit | None] = [None] * devices
         self._last: list[str | None] = [None] * devices
         self._kept: list[_Unit | None] = [None] * devices
-        """The part that each device has without a load, as `Held.kept`."""
+        """The part that each device has without a load: the last part of a step is the first of the next."""
         self._whole: list[dict[str, None]] = [{} for _ in range(devices)]
         """Jobs of one part that each device holds, the one used last at the end."""
         self._asked = 0
@@ -73,7 +73,7 @@ class _Builder:
     def run(self) -> None:
         while self._events:
             at_s, _, device, unit = heapq.heappop(self._events)
-            if self._reserved[device] != unit:  # of an idle device, which has begun since
+            if self._reserved[device] != unit:  # the device was idle then, and has begun a unit since
                 continue
             if unit is not None:
                 self._advance(device, unit, at_s)
@@ -87,7 +87,7 @@ class _Builder:
 
     def _at(self, at_s: float, device: int, unit: _Unit | None) -> None:
         """Go on with a device at this time: it begins `unit`, or it is idle and asks."""
-        self._asked += 1  # of one time in the order in which they were asked for
+        self._asked += 1  # events of one time run in the order of these calls
         heapq.heappush(self._events, (at_s, self._asked, device, unit))
 
     def _advance(self, device: int, unit: _Unit, at_s: float) -> None:
@@ -131,7 +131,7 @@ class _Builder:
         )  # fmt: skip
 
     def _is_held(self, device: int, task: str, own: str | None) -> bool:
-        """Whether the next part needs no load; `own`: what the device computes, which ends with its last part."""
+        """Whether the next part of a job needs no load. `own`: the job that the device computes now."""
         unit = self._next(task)
         return task in self._whole[device] or unit == self._kept[device] or task == own and unit.part == 0
 

@@ -24,7 +24,7 @@ POLL_S = 0.01
 WATCH_S = 1.0
 """How often a rank asks whether another has died."""
 END_S = 60.0
-"""How long a worker may take to save all and end."""
+"""How long to wait for the process of a worker that has ended or was killed."""
 
 
 class WorkersLostError(RuntimeError):
@@ -36,7 +36,7 @@ class Device(Protocol):
 
     def send(self, request: Message) -> None: ...
     def answers(self) -> Iterator[Message]:
-        """Those that have come since the last call; {"said": "died"} if the worker was lost and started again."""
+        """The answers since the last call. {"said": "died"}: the worker was lost and started again."""
         ...
 
 
@@ -95,11 +95,11 @@ class OwnDevice:
             raise WorkersLostError(f"a worker has not started within {START_S:g} s")
 
     def wait(self, timeout_s: float) -> None:
-        """Until the worker says something, or the time is over."""
+        """Wait for an answer of the worker, at most so long."""
         wait([self.pipe], timeout_s)
 
     def close(self) -> None:
-        """End the worker: at once, if it has not been asked to end."""
+        """Kill the worker if it still runs."""
         self.pipe.close()
         if self._process.is_alive():
             self._process.kill()
@@ -109,7 +109,7 @@ class OwnDevice:
 def _not_sent(error: Exception) -> ValueError:
     return ValueError(
         f"tasks: they cannot be sent to the process that trains them: {error}; legal: functions of a module or of the "
-        f"script (no lambda, no function within another), functools.partial of those, and data that can be pickled"
+        f"script (no lambda, no function within another), functools.partial of those; data that can be pickled"
     )
 
 
@@ -165,5 +165,5 @@ def relay(device: OwnDevice, context: Context) -> None:
 
 
 def poll(devices: list[Device], own: OwnDevice) -> None:
-    """Wait a little, less if the own worker speaks."""
+    """Wait for an answer of this process's worker, at most a fraction of a second."""
     own.wait(POLL_S if len(devices) > 1 else 0.2)

@@ -2,8 +2,8 @@
 
 Note: two kinds of jobs.
 A job of one part fits its device whole.  Its state is loaded when it comes to a device, and stays while there is room.
-A job of several parts is larger than its device.  Each part of a step (a stage forward or backward) is loaded before it
-is computed, into one of two slots.  The last part of a step leaves the first of the next step in its slot.
+A job of several parts is larger than its device.  Each part of a step (a stage's forward or backward) is first loaded
+into one of two slots.  The last part of a step leaves the first of the next step in its slot.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Note: sources.
 `lrtf` is Sharded-LRTF of Hydra (arXiv 2110.08633): the longest remaining time first.  `mcnaughton` is McNaughton's
-wrap-around rule (1959), which is optimal for jobs that may be interrupted, with at most D - 1 moves.
+wrap-around rule (1959). It is optimal for jobs that may be interrupted, with at most D - 1 moves.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def mcnaughton(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
 
 
 def wrap_around(jobs: Sequence[Job], devices: int) -> Sequence[Sequence[tuple[str, int]]]:
-    """For each device its jobs in order, each with the steps that are left of it when it leaves the device.
+    """For each device its jobs in order, each with the steps that are left when it leaves the device.
 
     The jobs are laid one behind another and cut at every bound; at most devices - 1 are cut."""
     bound_s = max(sum(job.alone_s for job in jobs) / devices, *(job.alone_s for job in jobs))

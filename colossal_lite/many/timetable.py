@@ -79,8 +79,8 @@ class Simulation:
 
 
 def check(timetable: Timetable) -> None:
-    """Raise TimetableError unless every step runs once, in order, with the numbers of the step before, and within the
-    memory of its device."""
+    """Raise TimetableError unless every step runs once, in order, and within the memory of its device. A step needs the
+    numbers of the step before."""
     for _ in walk(timetable):
         pass
 

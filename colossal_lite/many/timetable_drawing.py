@@ -15,7 +15,7 @@ IDLE = "#80808038"
 
 
 def svg(spans: Sequence[Span], devices: int, title: str, width: int = 960) -> str:
-    """The compute of each device as a row of boxes in the colour of the task, with copies as a thin line beneath."""
+    """The compute of each device as a row of boxes in the task's colour. Copies are a thin line beneath."""
     tasks = sorted({span.action.task for span in spans})
     colours = {task: PALETTE[n % len(PALETTE)] for n, task in enumerate(tasks)}
     left = 12 + CHARACTER * len(f"device {devices - 1}")

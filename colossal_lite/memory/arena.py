@@ -9,9 +9,8 @@ shows in `memory_report` and never changes a number.  `shrink` frees what a firs
 
 Note: transfers and reuse.
 Memory may be given back while transfers still read or write it.  `Arena.take` returns the transfers of the last users
-of any of its bytes, of whatever kind, and the next user waits for them.  Computing needs no entry.  It has finished,
-or comes first on the device's own stream, and transfers begin after it.  A collective is waited for before its bytes
-are given back.
+of its bytes, of any kind.  The next user waits for them.  Computing needs no entry.  It has finished, or comes first on
+the device's own stream, and transfers begin after it.  A collective is waited for before its bytes are given back.
 
 Note: what shares an arena.
 Where weights or gradients are offloaded to the host, a step ends with its updates.  From the first update on
@@ -19,11 +18,11 @@ Where weights or gradients are offloaded to the host, a step ends with its updat
 - what backward needs: gradients that accumulate, parts received from other ranks, sums on their way to the host;
 - what an update does: records, weights and gradients fetched for it.
 Weights and gradients that share memory over time (schedule/step_moments.py) lie between them.  Before the first update
-only the buffers of backward share an arena.  A 124M GPT in bf16 on 2 ranks with everything on the host takes 354 MB
-instead of 765 at stage 3, and 315 instead of 724 at stage 2.  Not shared are
+only the buffers of backward share an arena.  Take a 124M GPT in bf16 on 2 ranks with all state on the host.  It needs
+354 MB instead of 765 at stage 3, and 315 instead of 724 at stage 2.  Not shared are
 - gathered weights (schedule/gather_plan.py): the next forward gathers its first weights while updates run.  One arena
-  would take 432 MB instead of 433, and 258 instead of 322 where state is on the device, with moments that only the
-  first micro-batch shows;
+  would take 432 MB instead of 433, and 258 instead of 322 where state is on the device.  It would need moments that
+  only the first micro-batch shows;
 - records where they alone are off the device: they are fetched during backward and written back in the next forward;
 - messages of a pipeline, and whatever is on the host.
 
@@ -55,7 +54,7 @@ Key = tuple[str, int]
 
 
 class Arena:
-    """One allocation with an offset for each live range, and a table of the present and last users of its bytes."""
+    """One allocation with an offset for each live range. A table has the present and last users of its bytes."""
 
     def __init__(self, plan: ArenaPlan, device: torch.device) -> None:
         self.plan = plan

@@ -180,7 +180,7 @@ class Chunk(LocalShard, WeightChunk):
 
     def _load_own(self, local: slice, own: Tensor) -> None:
         if self.residual is not None:
-            self.set_masters(local, own)
+            self.set_split_masters(local, own)
             return
         self.master[local].copy_(own)
         if self.master is not self.local_shard:
@@ -188,7 +188,7 @@ class Chunk(LocalShard, WeightChunk):
 
     def publish(self, start: int, stop: int) -> None:
         """Make the model see master elements [start, stop): of this rank's shard, until the next gather."""
-        if (seen := self.seen(start, stop)) is not None:
+        if (seen := self.weights_to_write(start, stop)) is not None:
             seen.copy_(self.master[start:stop])
         self.count_change()
 
@@ -298,8 +298,7 @@ class Chunk(LocalShard, WeightChunk):
         return self._last_sums is not None
 
     def bring_sums(self) -> None:
-        """Start to copy the earlier sums of a step to the device memory where the last one is added, if there is
-        any."""
+        """Start to copy the earlier sums of a step, if any, to the device memory of the last one."""
         if self._last_sums is None or self.gradient is not self.gradient_at_rest:
             return
         places, up = self._last_sums
@@ -400,7 +399,8 @@ class Chunk(LocalShard, WeightChunk):
             self.received.give(self._slot)
             self._scratch = None
         if self.frees_gradient_on_update:
-            # Where the order of all ranks is not that of the copies, the full sum is gathered before a part is owned.
+            # The order of all ranks may differ from that of the copies: then the full sum is gathered before a part is
+            # owned.
             self.gradient = self._to_accumulate()
             if self.owned == self._scattered:
                 self.gradient = self.gradient[slice(*self.owned)]
@@ -474,7 +474,7 @@ class Chunk(LocalShard, WeightChunk):
             self.groups.all.all_gather(self._sharded_sums(), self.gradient)
             self.gradient = self.gradient[slice(*self.owned)]
             return
-        # In the order of all ranks a shard is not contiguous, so each rank gathers the full chunk, in its slot.
+        # In the order of all ranks a shard is not contiguous. So each rank gathers the full chunk, in its slot.
         whole = self.groups.all.all_gather(self._sharded_sums(), self._to_accumulate())
         self.gradient.copy_(whole[slice(*self.owned)])
         self._drop()

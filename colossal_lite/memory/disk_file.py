@@ -3,14 +3,15 @@
 Note: the file.
 Every record that starts on disk has room from the start (`posix_fallocate`).  A disk that is too small thus fails
 before the first step.  The file is unlinked as soon as it is open, so it has no name.  No process can remove or cut it
-during the run, and it is gone when the process ends, however that ends.  `df` counts it, `ls` does not show it.  Every
+during the run.  It is gone when the process ends, however that ends.  `df` counts it, `ls` does not show it.  Every
 record has an offset in it.  Records that are elsewhere are holes, which take nothing (`give_back`).  A file system
 without holes in files holds the room until the end.
 
-`THREADS` threads read and write the blocks of a record at once, with `preadv` and `pwritev` on an `O_DIRECT` file
-descriptor, from and to pages in memory.  What a system call leaves over is requested again, through the page cache
-where it no longer begins on a page.  Without direct access everything passes the page cache, which is then emptied of
-it.  Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3.
+`THREADS` threads read and write the blocks of a record at once.  They use `preadv` and `pwritev` on an `O_DIRECT` file
+descriptor, from and to pages in memory.  A system call may do only a part.  The rest is requested again, through the
+page cache if it begins off a page.  Without direct access everything passes the page cache, which is then emptied of
+it.
+Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3.
 
 Every block has a checksum, taken when it is written and compared at each read.  A page that was flipped, lost,
 misplaced or not yet written is an error, never a number.  The check is always on: crc32 runs at 2.8 GB/s a thread, in

@@ -1,4 +1,4 @@
-"""Sums the squares of a chunk's gradient for the norm, block by block, so that the bits do not depend on the cut.
+"""Sums the squares of a chunk's gradient for the norm, by blocks: no bit depends on the cut.
 
 Note: blocks.
 A block is `SHARD_BLOCK_NUMEL` elements of one parameter, counted from its start.  The norm of a block is taken in

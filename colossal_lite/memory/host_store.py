@@ -1,4 +1,4 @@
-"""Stores the model state of tasks in host memory, beyond the life of an engine, and shares it with other processes.
+"""Stores the model state of tasks in host memory, longer than an engine lives, and shares it between processes.
 
 Note: sharing.  The memory and versions of records are in memory/task_records.py.
 `HostStore.handle(task)` is a small value that can be pickled.  A process of the same user on the same host attaches

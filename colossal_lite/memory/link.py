@@ -2,14 +2,14 @@
 
 Note: what travels in a step goes over a `Link`, each copy with a `Transfer` to wait for.  Two links run at once, so
 both directions of a bus are in use.  On one machine a link can be given a speed.  It then emulates a device behind a
-bus, so every order of copies, waits and reuse of buffers is tested without one.
+bus.  Every order of copies, waits and reuse of buffers is tested without one.
 
-Order.  Demanded copies run in order on a link; sums and written records rely on it.  A prefetch names the copies
-that it comes after, and runs in order among prefetches.  A demanded copy may overtake it, and it can be revoked.
-Waiting for a prefetch raises its priority, and that of everything before it.  There is no deadlock: a copy comes
-only after copies that were asked for earlier, and a link begins a copy only when nothing holds it back.  So the
-oldest copy that has not begun can always begin.  A copy on a stream that comes after work of a thread is enqueued by
-the link's thread when that work is done.  Other copies are enqueued at once, and then cannot be revoked.
+Order.  Demanded copies run in order on a link; sums and written records rely on it.  A prefetch names the copies that
+it comes after, and runs in order among prefetches.  A demanded copy may overtake it, and it can be revoked.  Waiting
+for a prefetch raises its priority, and that of everything before it.  There is no deadlock: a copy follows only copies
+that were requested earlier.  A link begins a copy only when nothing holds it back.  So the oldest copy that has not
+begun can always begin.  A copy on a stream may come after work of a thread.  Then the link's thread enqueues it when
+that work is done.  Other copies are enqueued at once, and then cannot be revoked.
 """
 
 from __future__ import annotations

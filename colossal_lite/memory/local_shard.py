@@ -1,4 +1,4 @@
-"""Reads and writes the masters and weights that this rank owns of a chunk, on the device or on the host.
+"""Reads and writes the masters and weights that this rank owns of a chunk, on device or host.
 
 The tensors are defined in memory/chunk.py.  Masters may be split into `local_shard` and `residual` (kernels/split.py).
 """
@@ -27,14 +27,16 @@ class LocalShard:
         """Whether an update reads and writes the weights: they are the masters, or half of their bits."""
         return self.master is self.local_shard or self.residual is not None
 
-    def seen(self, start: int, stop: int) -> Tensor | None:
-        """The weights of master elements [start, stop) for an update to write. None if they are the masters or half
-        of their bits."""
+    def weights_to_write(self, start: int, stop: int) -> Tensor | None:
+        """The weights that an update of master elements [start, stop) writes beside the masters.
+
+        None if they are the masters or half of their bits."""
         return None if self.updates_weights else self.local_shard[start:stop]
 
     def halves(self, local: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Upper half, residual and ties of split master elements [start, stop). `start` is a multiple of 8. So is
-        `stop`, or a gap follows."""
+        """Upper half, residual and ties of split master elements [start, stop).
+
+        `start` is a multiple of 8. `stop` is one too, unless it is the end of a parameter."""
         assert self.residual is not None and local.start % 8 == 0
         length = self.local_shard.numel()
         ties = self.residual[length:].view(torch.uint8)
@@ -48,8 +50,8 @@ class LocalShard:
         here = self.local_shard.device
         return split.join(*(to_device(half, here) for half in self.halves(local)))
 
-    def set_masters(self, local: slice, masters: Tensor) -> None:
-        """Write master elements of any dtype, split into their halves."""
+    def set_split_masters(self, local: slice, masters: Tensor) -> None:
+        """Write split master elements [start, stop) from values of any dtype."""
         halves, device = self.halves(local), self.local_shard.device
         here = [to_device(half, device) for half in halves]
         split.split_(to_device(masters, device).to(self.master.dtype), *here)

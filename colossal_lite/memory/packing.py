@@ -2,16 +2,16 @@
 
 Note: packing.
 A chunk is one contiguous run of parameters that share a packing key: whether they train, optimizer group, axes of the
-gradient's sum.  They have the order in which the model uses them, so a chunk is complete when a stretch of backward
+gradient's sum.  Entries have the order in which the model uses them.  So a chunk is complete when a stretch of backward
 is.  Every entry starts on an aligned element.  An entry of a block or more starts on a block, a smaller one stays
 within one.  A chunk's length is a multiple of `parts * shard_numel`, where `parts` ranks sum its gradient.  So it cuts
-into equal shards for any divisor of `parts`.  `shard_numel` is `SHARD_ALIGN_NUMEL`.  Where a sum over blocks must have
-the same bits for any chunk size (`ordered`), it is `SHARD_BLOCK_NUMEL`, and no shard cuts a block of an entry.  The
+into equal shards for any divisor of `parts`.  `shard_numel` is `SHARD_ALIGN_NUMEL`.  With `ordered` a sum over blocks
+has the same bits for any chunk size.  Then it is `SHARD_BLOCK_NUMEL`, and no shard cuts a block of an entry.  The
 result is plain data, the same on every rank.  No byte is moved here.
 
-Only alignment wastes memory.  By 64 elements a shard it is under 1 % for GPT-2 of 124 million parameters and more, up
-to 512 ranks.  By blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on average: under 1 %
-up to 32 ranks at 124 million, up to 128 at 1.3 thousand million.  Equal shards of full blocks allow no less.
+Only alignment wastes memory.  With 64 elements a shard it is under 1 % for all sizes of GPT-2, up to 512 ranks.  By
+blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on average: under 1 % up to 32 ranks at
+124 million, up to 128 at 1.3 thousand million.  Equal shards of full blocks allow no less.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SHARD_BLOCK_NUMEL = 1024  # a norm is summed over blocks of so many elements of 
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """What the parameters of one chunk have in common: optimizer group, axes the gradient is summed over, and whether
-    the ranks of the other axes hold the same values too. Then only the first of them counts in a norm.
+    """What the parameters of one chunk have in common: optimizer group, the axes that sum the gradient, and whether
+    ranks of the other axes hold the same values. Then only the first of them counts in a norm.
 
     `unit`: where weights are gathered block by block, the unit that is gathered at once: odd for a block of the model,
     even for parameters outside the blocks.  `stages`: the pipeline stages that use them; several: tied. `trains`: False

@@ -1,13 +1,13 @@
 """Allocates, versions and reads the records of one task in shared host memory.
 
 Note: records.
-A record is the flat memory of one kind (`OPTIMIZER`, `WEIGHTS`, `GRADIENTS`) of one chunk of one task, on the rank of
-this process.  Its name is (task, chunk, kind).  All records of a task lie in one shared mapping, a memfd like that of
-distributed/send_buffer.py.  Its addresses are reserved at once, and a page is taken when it is first written.  Each
-record starts on a page, and its size is rounded up to pages.  A directory of 64 bytes a record comes first.
-`taken_bytes` is 64 (records + 1) and the bytes of each record, each rounded up to pages.
+A record is the flat memory of one chunk of one task, on the rank of this process.  It has one kind: `OPTIMIZER`,
+`WEIGHTS` or `GRADIENTS`.  Its name is (task, chunk, kind).  All records of a task lie in one shared mapping, a memfd
+like that of distributed/send_buffer.py.  Its addresses are reserved at once, and a page is taken when it is first
+written.  Each record starts on a page, and its size is rounded up to pages.  A directory of 64 bytes a record comes
+first.  `taken_bytes` is 64 (records + 1) and the bytes of each record, each rounded up to pages.
 
-Versions.  An update of a record is *pending* from the end of the step that defers it (`defer`) until its last byte is
+Versions.  The step that defers an update of a record makes it *pending* (`defer`). It stays so until its last byte is
 in the record (`commit`).  `commit` adds one to the version.  Version and pending flag are one word of the directory,
 written before the first byte and after the last one.  A reader that finds the same word, not pending, before and after
 its copy has a record of one version.  Any other reader tries again or raises.  `HostStore.flush` makes the owner's

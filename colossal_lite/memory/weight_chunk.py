@@ -1,10 +1,10 @@
 """Gathers, drops, fetches and loads the weights of one chunk, and points its parameters at them.
 
 Note: states of weights.  The tensors are defined in memory/chunk.py.
-Weights go WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE.  Sharded weights begin and end a step as SHARDED.
-Where a step defers their update (zero/deferred_updates.py) they go WHOLE -> OWED -> WHOLE.  Any other move is a
-programming error and raises.  A parameter of a chunk that is not WHOLE is a view of one NaN, so a read past the gates
-gives no stale number.  Parameters never change their shape, dtype or identity.
+Weights go WHOLE -> SHARDED -> (FETCHING ->) GATHERING -> WHOLE.  Sharded weights begin and end a step as SHARDED. Where
+a step defers their update (zero/deferred_updates.py) they go WHOLE -> OWED -> WHOLE.  Any other move is a programming
+error and raises.  A parameter of a chunk that is not WHOLE is a view of one NaN. So a read past the gates gives no
+stale number.  Parameters never change their shape, dtype or identity.
 
 A chunk of frozen weights has nothing else.  It is gathered, dropped and offloaded like any other, and never written.
 memory/chunk.py adds what training needs.
@@ -77,10 +77,9 @@ class SavedView:
 
 @dataclass(frozen=True)
 class Groups:
-    """The ranks that sum the gradient of a chunk (`all`), those among which this rank's copy of it is sharded
-    (`shards`), and those with the same shard (`copies`). One copy is the rule. Several are hybrid sharding (arXiv
-    2304.11277, section 3.2.2). `near`: those of `shards` that may store the gathered weights between them from
-    forward to backward."""
+    """The groups of ranks of a chunk. `all` sums its gradient, `shards` shares this rank's copy of it, and `copies` has
+    the same shard. One copy is the rule. Several are hybrid sharding (arXiv 2304.11277, section 3.2.2). `near`: those
+    of `shards` that may store the gathered weights between them from forward to backward."""
 
     all: Communicator
     shards: Communicator
@@ -240,9 +239,9 @@ class WeightChunk:
         if self.local_shard.is_meta and not self.device.type == "meta":
             names = ", ".join(entry.name for entry in self.spec.entries[:3])
             raise ValueError(
-                f"model: the weights {names} are read between the last backward of a step and their update, when the "
-                f"device has gradients in their place (memory.placement); legal: after step or zero_grad, as many "
-                f"backwards a step as gradient_accumulation says, and modules used in the order of the first step"
+                f"model: the weights {names} are read between the last backward of a step and their update; the device "
+                f"has gradients in their place then (memory.placement); legal: reads after step or zero_grad; as many "
+                f"backwards a step as gradient_accumulation says; modules in the order of the first step"
             )
         self.move_weights(WeightState.GATHERING)
         self._value = slot

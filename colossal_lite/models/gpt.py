@@ -256,12 +256,12 @@ class Block(nn.Module):
         return self.feed(self.mix(x_BTD, positions, mask))
 
     def mix(self, x_BTD: Tensor, positions: Tensor, mask: Mask) -> Tensor:
-        """The attention branch."""
+        """Add the attention branch to the stream."""
         y: Tensor = self.dropout1(self.attention(self.norm1(x_BTD), positions, mask), x_BTD)
         return y
 
     def feed(self, x_BTD: Tensor) -> Tensor:
-        """The feed-forward branch."""
+        """Add the feed-forward branch to the stream."""
         y: Tensor = self.dropout2(self.mlp(self.norm2(x_BTD)), x_BTD)
         return y
 

@@ -3,12 +3,12 @@
 Note: functional dropout.
 `F.dropout`, its variants, and `dropout_p` of attention draw from torch's own generator.  Their masks would depend on
 the mesh.  A TorchFunctionMode intercepts these calls, from any caller, and draws from the streams of random.py instead.
-A stream is named by the module whose forward makes the call, and by the number of the call within it.  The module is
-found on the call stack when a mask is drawn.  Hooks on every module would slow every call.
+A stream is named by the module whose forward makes the call, and by the call's number in it.  The module is found on
+the call stack when a mask is drawn.  Hooks on every module would slow every call.
 
 Attention with dropout is computed unfused, with its matrix of weights [.., queries, keys].  No fused kernel of torch
-takes a mask.  The mode does not see a forward in compiled blocks; random numbers drawn there are refused
-(`CountedOnly`).
+takes a mask.  The mode does not see a forward in compiled blocks: `CountedOnly` (random.py) refuses numbers drawn
+there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from colossal_lite.kernels import TORCH, Rows, dropped
 
 OURS = ("torch.nn", "colossal_lite")
-"""Packages whose modules draw only through known modules."""
+"""Packages whose modules draw no functional dropout, but for those of DRAWING."""
 DRAWING = (
     nn.MultiheadAttention, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
@@ -146,7 +146,7 @@ def _attention(
 
 
 def _within(function: Any) -> Callable[..., Any]:
-    """A copy of a torch function that does not check for modes at its start, so the mode sees the calls inside it."""
+    """A copy of a torch function that does not check for modes at its start. So the mode sees the calls inside it."""
     looks = {name: lambda *tensors: False for name in ("has_torch_function", "has_torch_function_unary")}
     inner = FunctionType(function.__code__, function.__globals__ | looks, argdefs=function.__defaults__)
 

@@ -236,8 +236,8 @@ class Lion:
 
 @dataclass(frozen=True)
 class LAMB:
-    """arXiv 1904.00962, algorithm 2: Adam's direction, scaled to the length of the weights, parameter by parameter (a
-    length of zero gives a ratio of 1)."""
+    """arXiv 1904.00962, algorithm 2: Adam's direction, scaled to the length of the weights, parameter by parameter. A
+    length of zero gives a ratio of 1."""
 
     is_elementwise: ClassVar[bool] = False
     narrow: ClassVar[torch.dtype | None] = None

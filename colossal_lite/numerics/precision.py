@@ -6,19 +6,19 @@ loss of its N tokens with S = 2^16.  Then the largest gradient of a logit is S /
 range.  We seed the *sum*.  A part of T label positions has the seed S over the power of two at or above T.  If S is a
 power of two, so is the seed, and dividing by it is exact.  The division happens where a gradient leaves fp16: in the
 pass that adds it to the chunk's float32 buffer.  So parts and ranks may have different seeds.  Only that addition uses
-the scale: sums, norms, clipping and `full_gradients` see true gradients.
-An overflow makes an infinity or NaN in some chunk of some rank, and so in the one all-reduced sum of squares.  Then
-every rank skips the update and halves the scale.  After 2,000 consecutive finite steps the scale is doubled.
-T is the size of the labels, ignored ones included.  It is known without a wait for the device.  It is the same on all
-ranks of one data coordinate, whichever stage or tensor shard they hold.
+the scale: sums, norms, clipping and `full_gradients` see true gradients.  An overflow makes an infinity or NaN in some
+chunk of some rank.  So the all-reduced sum of squares is not finite.  Then every rank skips the update and halves the
+scale.  After 2,000 consecutive finite steps the scale is doubled.  T is the size of the labels, ignored ones included.
+It is known without a wait for the device.  It is the same on all ranks of one data coordinate, whichever stage or
+tensor shard they hold.
 
 Note: gradients of two bytes.
 Backward of a bf16 model gives bf16 gradients, so a bf16 buffer holds one micro-batch of one rank exactly.  A run on one
-rank has the bits of float32 buffers.  The sum over ranks is sent in bf16 and rounded to bf16.  Where this package adds
-(ranks of one host, reduce-scatters elsewhere, always with `ordered`), it adds in float32 in rank order and rounds once.
-In other `fast` sums the backend rounds.  Over the copies of hybrid sharding the sum is rounded a second time.  A sum of
-micro-batches would lose more with each of them, so it raises.  Norm, clipping and update are computed in float32 from
-the buffer, and so are the full tensors of `full_gradients`.
+rank has the bits of float32 buffers.  The sum over ranks is sent in bf16 and rounded to bf16.  Where this package adds,
+it adds in float32 in rank order and rounds once.  These are ranks of one host, reduce-scatters elsewhere, and all sums
+with `ordered`. In other `fast` sums the backend rounds.  Over the copies of hybrid sharding the sum is rounded a second
+time.  A sum of micro-batches would lose more with each of them, so it raises.  Norm, clipping and update are computed
+in float32 from the buffer, and so are the full tensors of `full_gradients`.
 """
 
 from __future__ import annotations

@@ -195,6 +195,8 @@ class InitialiserError(ValueError):
     """A parameter comes from an operation that cannot be replayed by shards; the text names both."""
 
 
+WHOLE = "or pass the model itself, as for weights that are loaded: cl.initialize(build()), not cl.initialize(build)"
+
 # aten in-place operation -> (name in a recipe, its arguments with their defaults); all are elementwise
 _RECORDED: dict[Any, tuple[str, tuple[tuple[str, float], ...]]] = {
     aten.zero_.default: ("fill", ()),
@@ -293,7 +295,7 @@ class _Recorder(TorchDispatchMode):
             raise InitialiserError(
                 f"parameter {name}: its values come from an operation that cannot be replayed shard by shard; "
                 f"make it with torch.empty, zeros, ones, full, rand or randn and initialise it in place with "
-                f"{', '.join(sorted({kind for kind, _ in _RECORDED.values()}))}"
+                f"{', '.join(sorted({kind for kind, _ in _RECORDED.values()}))}; {WHOLE}"
             )
         meta = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         self._track(meta, recipe)
@@ -376,7 +378,7 @@ def build_on_meta(builder: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str
         raise InitialiserError(
             "these initialisers cannot be replayed shard by shard:\n  "
             + "\n  ".join(recorder.refused)
-            + f"\nlegal in-place initialisers: {', '.join(sorted({kind for kind, _ in _RECORDED.values()}))}"
+            + f"\nlegal in-place initialisers: {', '.join(sorted({kind for kind, _ in _RECORDED.values()}))}; {WHOLE}"
         )
     recipes = {}
     for name, parameter in module.named_parameters():

@@ -318,8 +318,8 @@ class RunLog:
 class RankLog:
     """Writes the log of one rank to its own file: `with RankLog(folder, rank):` appends to `folder/rank-00003.log`.
 
-    The file gets lines of Python's logging from INFO on, warnings, and the traceback of an error that leaves the
-    block, each with its time. Printed text is not captured.
+    The file gets lines of Python's logging from INFO on, warnings, and the traceback of an error. Each has its time.
+    Printed text is not captured.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:

@@ -26,7 +26,7 @@ IDLE = "#80808038"
 def svg(
     predicted: ScheduleTimeline, measured: ScheduleTimeline | None = None, width: int | None = None
 ) -> str:
-    """The compute of each rank as a row of boxes, with the measured one beneath it on the same axis of seconds.
+    """The compute of each rank as a row of boxes. The measured row stands beneath, on the same axis of seconds.
 
     A box shows the number of its micro-batch where that fits; its tip has action and seconds. `width` None: as wide as
     the numbers need, 960 to 4,000 pixels.

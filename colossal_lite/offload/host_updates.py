@@ -1,17 +1,17 @@
-"""Runs updates on the host, where the state of a chunk rests, and copies gradients and weights for them.
+"""Runs updates on the host, beside the states of their chunks, and copies gradients and weights for them.
 
 Note: one thread, and slots.
-What an update needs from the device is copied to slots on the host.  A gradient takes one of `ahead_down + 1`, as it is
-used up there.  With `early` it takes one of its own in the last backward, right behind its sum, and waits there for the
-norm.  Weights that are their own masters, or a half of them, take one of `ahead_down + 2`; the new ones are
-copied back from there.  Where a float32 master exists, the update overwrites the weights, in one of two slots.  State
-on the host is updated in place.  Updates run one after the other on one long-lived thread, so the computing thread does
-not wait.  An update follows its copies to the host, and its copy back follows it.  A reader of the weights waits for
-that one alone (`arrived`), with the timeout of all links, and gets the error of whichever failed.  The op is the one
-that the device would run, on the same numbers in the same order.  So on an emulated device the bits are the same; on a
-GPU they are those of the CPU's op.  Bytes over the link: for an element of bf16 weights beside float32 masters 4 to the
-host and 2 back, where an AdamW record that is copied takes 12 each way; for float32 weights 8 and 4, where it takes 8
-each way.
+An update's gradient and weights are copied to slots on the host.  A gradient takes one of `ahead_down + 1` slots, and
+is freed there.  With `early` it takes a slot of its own in the last backward, right after its sum.  There it waits for
+the norm.  Weights that are their own masters, or the upper half of them, take one of `ahead_down + 2` slots.  The new
+weights are copied back from there.  Where a float32 master exists, the update only writes weights, in one of two slots.
+State on the host is updated in place.  Updates run one after the other on one thread, so the computing thread does not
+wait.  An update follows its copies to the host, and its copy back follows it.  A reader of the weights waits for this
+last copy alone (`arrived`), with the timeout of all links.  It gets the error of any of these.  The op is the one that
+the device would run, on the same numbers in the same order.  So an emulated device gives the same bits, and a GPU gives
+those of the CPU's op.  Bytes over the link, for one element:
+    bf16 weights, float32 masters    4 to the host and 2 back; a copied AdamW record takes 12 each way
+    float32 weights                  8 to the host and 4 back; a copied AdamW record takes 8 each way
 Source: arXiv 2101.06840 (AdamW on the host), 2410.21316 (on either side, chunk by chunk).
 """
 
@@ -47,7 +47,7 @@ def crossing_of(chunk: Chunk) -> Crossing:
 def slot_bytes(
     crossings: Mapping[int, Crossing], weights: Sequence[int], gradients: Sequence[int], mix: UpdateMix
 ) -> int:
-    """Of the slots on the host for chunks with these shards, each for the largest that it takes."""
+    """Bytes of the slots on the host for chunks with these shards. A slot fits the largest that it takes."""
     coming = {i: gradients[i] for i, c in crossings.items() if ChunkPart.GRADIENT in c.down}
     both = {i: weights[i] for i, c in crossings.items() if ChunkPart.WEIGHTS in c.down}
     written = {i: weights[i] for i, c in crossings.items() if c.up and ChunkPart.WEIGHTS not in c.down}
@@ -56,7 +56,7 @@ def slot_bytes(
 
 
 def _slots_of(mix: UpdateMix) -> tuple[StagingBuffer, StagingBuffer, StagingBuffer]:
-    """For gradients, for weights that come down and go up, and for those that only go up."""
+    """Slots for gradients, for weights that are copied both ways, and for weights that are only written."""
     return (
         GRADIENT_DOWN.wide(mix.gradient_width),
         WEIGHTS_BOTH.wide(mix.weight_width),
@@ -65,7 +65,7 @@ def _slots_of(mix: UpdateMix) -> tuple[StagingBuffer, StagingBuffer, StagingBuff
 
 
 def updating_bytes(chunks: Sequence[Chunk], on_host: Collection[int], mix: UpdateMix) -> int:
-    """Of the slots for those of these chunks that are updated on the host."""
+    """Bytes of the slots for the chunks of `on_host`."""
     owned = [chunk.owned[1] - chunk.owned[0] for chunk in chunks]
     weights = [n * c.local_shard.element_size() for n, c in zip(owned, chunks, strict=True)]
     gradients = [n * c.gradient.element_size() for n, c in zip(owned, chunks, strict=True)]
@@ -79,16 +79,20 @@ class HostUpdates:
         self._chunks, self._up, self._down, self._mix = tuple(chunks), up, down, mix
         self.updates_link = Link("cpu", ThreadExecutor(), timeout_s=down.timeout_s)
         self.host_bytes = 0
-        """Of the slots."""
+        """Bytes of the slots."""
         self.crossings: Mapping[int, Crossing] = {}
-        """Of the chunks that are updated here."""
-        self._came: dict[tuple[int, ChunkPart], tuple[Tensor, Transfer]] = {}
-        self._made: dict[int, tuple[Tensor, Transfer]] = {}  # new weights in a slot
-        self._coming: dict[int, Transfer] = {}
+        """The parts that cross the link, for each chunk that is updated here."""
+        self._came: dict[
+            tuple[int, ChunkPart], tuple[Tensor, Transfer]
+        ] = {}  # copies to the host, with their slots
+        self._made: dict[
+            int, tuple[Tensor, Transfer]
+        ] = {}  # new weights in a slot, and the update that writes them
+        self._coming: dict[int, Transfer] = {}  # what a reader of the new weights waits for
         self._leaving: dict[int, Transfer] = {}  # copies that read a gradient
 
     def settle(self, on_host: Collection[int]) -> None:
-        """These chunks are updated on the host from now on. Nothing may be on its way."""
+        """Update these chunks on the host from now on, and allocate their slots. No copy may be in flight."""
         self.crossings = {index: crossing_of(self._chunks[index]) for index in sorted(on_host)}
         self._gradients = self._both = self._written = Buffers(())  # the old ones go first
         self.host_bytes = 0
@@ -105,16 +109,16 @@ class HostUpdates:
 
     @property
     def most_bytes(self) -> int:
-        """Of the slots in use at once, at the most so far."""
+        """The most bytes of slots in use at once so far."""
         return sum(slots.most_bytes for slots in (self._gradients, self._both, self._written))
 
     @property
     def forecast_bytes(self) -> int:
-        """By the formula: of the slots."""
+        """Bytes of the slots, by the formula."""
         return updating_bytes(self._chunks, self.crossings, self._mix)
 
     def send(self, index: int) -> None:
-        """The gradient of a chunk is final, in backward or behind it: begin to copy it, where it leaves early."""
+        """Begin to copy the final gradient of a chunk, with `early`. Called in backward or after it."""
         crossing = self.crossings.get(index)
         if self._mix.early and crossing is not None and ChunkPart.GRADIENT in crossing.down:
             self.bring(index, ChunkPart.GRADIENT)
@@ -134,7 +138,7 @@ class HostUpdates:
             self._leaving[index] = came
 
     def leaving(self, index: int) -> tuple[Transfer, ...]:
-        """What still reads the gradient of a chunk whose update has started. It can be asked once."""
+        """The copy that still reads the gradient of a chunk whose update has started. A second call returns none."""
         came = self._leaving.pop(index, None)
         return () if came is None else (came,)
 
@@ -142,9 +146,10 @@ class HostUpdates:
         self, index: int, words: Tensor | None, job: Job, *, after: Sequence[Transfer], is_whole: bool,
         then: Callable[[], object],
     ) -> Transfer:  # fmt: skip
-        """Begin the update of a chunk, which `job` does, when what it needs is here, and all of `after` is done.
-        `words`: what its masters have beside the weights, if anything. `is_whole`: `job` writes all of the weights.
-        `then` is called when what it writes in its place has been written."""
+        """Begin the update `job` of a chunk, after its copies and all of `after`.
+
+        `words`: its float32 masters, or the residuals of split ones; None where the weights are the masters.
+        `is_whole`: `job` writes all of the weights. `then` is called when the update has ended."""
         chunk, crossing = self._chunks[index], self.crossings[index]
         numel, before = chunk.local_shard.numel(), [*after]
         gradient, weights = chunk.gradient, chunk.local_shard
@@ -195,7 +200,7 @@ class HostUpdates:
         )
 
     def _slots(self, slot: StagingBuffer, indices: Sequence[int], dtype: torch.dtype) -> Buffers:
-        """For what this rank owns of these chunks. A gradient that is freed on its update has no size now."""
+        """Slots for what this rank owns of these chunks. A gradient that its update frees has no size now."""
         owned = [chunk.owned[1] - chunk.owned[0] for chunk in (self._chunks[index] for index in indices)]
         count = slot.buffers(dict.fromkeys(indices)) if indices else 0
         slots = [host_room(max(owned), dtype, self._chunks[0].device) for _ in range(count)]

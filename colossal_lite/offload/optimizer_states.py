@@ -3,9 +3,9 @@
 Note: records and slots.
 A chunk has a record: its state tensors, and what its masters have beside the weights, in one buffer.  So there is one
 copy each way.  On the device a record has a place that it shares with records of other times.  One is updated, `ahead`
-(schedule/update_mix.py) are fetched and one is written back, so `ahead + 2` in a row have separate places. Between
+(schedule/update_mix.py) are fetched, and one is written back.  So `ahead + 2` in a row have separate places.  Between
 updates a record is in a storage (offload/state_storage.py).  On the host that is a place of its own
-(memory/host_store.py), pending from the end of a step until its update is back.  On disk (memory/disk_file.py) it
+(memory/host_store.py). It is pending from the end of a step until its update is back.  On disk (memory/disk_file.py) it
 passes through slots on the host.  A record is fetched again only after it has been written back.  A slot is refilled
 only after the copy out of it; a record is read only after the copy into it.  `Transfer`s order these.  The computation
 and its order are those without offload: so are the bits.  Records that are updated on the host
@@ -17,9 +17,9 @@ has begun.  A reader or writer outside of a step first calls `flush`.  That drop
 waiting where the copy has not begun; it is fetched again later.  A record on disk is then in one of the slots on the
 host.  A change is written before the next step, or when another record needs the slot.
 
-Once, between steps, records may change their tiers (`release`, `settle_storages`).  First go those that the device
-takes, then those to disk, then those from it, each by one slot on the host, the largest first.  Meanwhile the host may
-hold one record's slot more than before and after.
+Once, between steps, records may change their tiers (`release`, `settle_storages`).  Those to the device are copied
+first, then those to disk, then those from it.  Each passes one slot on the host, the largest first.  Meanwhile the host
+may hold one record's slot more than before and after.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Names the movable pieces of model state, and counts the staging buffers that they need.
 
-Note: a piece is one kind of state of one chunk: weights, gradient or optimizer record.  On the host it crosses the link
-in a step (`LinkCrossing`), by way of staging buffers on the device or the host (`StagingBuffer`).
+Note: a piece is one kind of state of one chunk: weights, gradient or optimizer record.  A piece on the host crosses the
+link in a step (`LinkCrossing`). It passes through staging buffers on the device or the host (`StagingBuffer`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class StateKind(StrEnum):
     FROZEN = "frozen"
     """Weights that do not train."""
     LAST_SUM = "last sum"
-    """Of a gradient on the host, where a step has several sums: that of the last micro-batch. Others may be added to it
-    on the device, so it need not be copied out."""
+    """The sum of the last micro-batch, for a gradient on the host in a step with several sums. The others may be added
+    to it on the device, so it need not be copied out."""
 
 
 # One is updated, one is fetched, one is written back.
@@ -39,8 +39,10 @@ PASSING = 4
 
 
 class StagingBuffer(NamedTuple):
-    """Buffers on a tier for pieces that are copied there: for up to `width` chunks in a row each a place of its own
-    size, in the order of updates or the reverse; or a buffer as large as the largest."""
+    """Buffers on a tier for pieces that are copied there, for up to `width` chunks in a row.
+
+    In the form "places" each chunk has one of its own size, in the order of updates or the reverse. In the form
+    "buffers in a row" each buffer is as large as the largest piece."""
 
     what: str
     tier: str
@@ -141,12 +143,12 @@ class StatePiece:
     ups: int
     downs: int
     beside: tuple[LinkCrossing, LinkCrossing] | None = None
-    """If it rests on the host, and on the device, where the record of its chunk rests on the host and is updated there;
-    None: that makes no difference."""
+    """Its crossings where the record of its chunk is updated on the host: if the piece is on the host, and if it is on
+    the device. None: as elsewhere."""
     moves: bool = True
     """Whether it may rest on the host at all; if not, it is counted as fixed."""
     shared: SharedInterval | None = None
-    """When it is in the arena, if it shares memory with others there; None: it has memory of its own."""
+    """When it is in the arena, where it shares memory with others; None: it has memory of its own."""
     sums: int = 1
     """Of a gradient: micro-batches of a step."""
     last_sum: bool = False
@@ -154,7 +156,7 @@ class StatePiece:
 
     @property
     def resting_bytes(self) -> int:
-        """Where it rests, if that is not fixed."""
+        """Bytes on the tier that is chosen for it; 0 if nothing is to be chosen."""
         return self.bytes if self.moves and self.name.kind is not StateKind.LAST_SUM else 0
 
     @property
@@ -162,8 +164,8 @@ class StatePiece:
         """As `resting_bytes`, on the device, where it has memory of its own."""
         return self.resting_bytes if self.shared is None else 0
 
-    def way(self, on_host: frozenset[Name]) -> LinkCrossing:
-        """Where these pieces rest on the host."""
+    def crossing(self, on_host: frozenset[Name]) -> LinkCrossing:
+        """How it crosses the link if the pieces `on_host` are on the host."""
         is_off_device = self._is_off_device(on_host)
         if self.beside is not None and Name(self.name.chunk, StateKind.OPTIMIZER) in on_host:
             return self.beside[not is_off_device]
@@ -188,7 +190,7 @@ class StatePiece:
 
     def _is_off_device(self, on_host: frozenset[Name]) -> bool:
         if self.name.kind is StateKind.LAST_SUM and Name(self.name.chunk, StateKind.GRADIENTS) not in on_host:
-            return False  # as the others are
+            return False  # the gradient's other sums are on the device too
         return self.name in on_host
 
     def _stays_last(self, on_host: frozenset[Name]) -> bool:

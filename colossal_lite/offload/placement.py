@@ -2,17 +2,17 @@
 
 Note: why a placement is fixed.
 State that can move is cut into *pieces*: of each chunk this rank's shard of the weights, its sum of the gradient, and
-its optimizer record (states, and the master where that is separate).  A step uses them in phases.  Weights are read in
-every forward and backward, and in the update if they are their own master.  Gradients are added in each backward and
-read in the update.  Records are read and written in the update.  Frozen weights are read in forwards and backwards
-only.  Across the boundary between two phases the device holds at most its capacity.  The other pieces must be copied
-again, whatever the policy.  That is `link_bound` of the tests, which Belady's rule (farthest next use
+its optimizer record.  The record has the states, and the master where that is separate.  A step uses them in phases.
+Weights are read in every forward and backward, and in the update if they are their own master.  Gradients are added in
+each backward and read in the update.  Records are read and written in the update.  Frozen weights are read in forwards
+and backwards only.  Across the boundary between two phases the device holds at most its capacity.  The other pieces
+must be copied again, whatever the policy.  That is `link_bound` of the tests, which Belady's rule (farthest next use
 first; 10.1147/sj.52.0078) cannot beat.  A forward and a backward are a palindrome, and an update goes the way of the
-next forward.  So every piece is used once in a phase, and each boundary costs the same whichever piece is on the
-device.  A fixed placement meets the bound, with one micro-batch and with several, and a step decides nothing.  Keep
-what saves most link traffic per byte of device memory.  Modified state counts twice: it is copied both ways.  Where
-masters are separate, nothing reads the weights between the last backward and their update.  There gradients, or the
-last of their sums, use the same memory at other times (schedule/step_moments.py).
+next forward.  So every piece is used once in a phase.  A boundary costs the same whichever piece is on the device.  A
+fixed placement meets the bound, with one micro-batch and with several, and a step decides nothing.  Keep what saves
+most link traffic per byte of device memory.  Modified state counts twice: it is copied both ways.  Where masters are
+separate, nothing reads the weights between the last backward and their update.  There gradients, or the last of their
+sums, use the same memory at other times (schedule/step_moments.py).
 
 A user can set the share of each kind on the host (`divide`).  The pieces are then spread evenly over the chunks, so
 copies are at equal distances in a step.  Every choice of as many bytes moves as much.
@@ -28,7 +28,8 @@ record.  So large records may be better off the disk, and a handful there saves 
 sizes is sought among all sums that can be reached; with many thousand different ones, among nearly all.
 
 What does not move is counted first: full weights, slots, the gather windows of schedule/gather_plan.py, frozen
-parameters, and the activations, as the first micro-batches have shown them.  Cost: none in a step.
+parameters, and the activations, as the first micro-batches have shown them.
+Cost: none in a step.
 Source: arXiv 2108.05818 (chunks, eviction by next use from a traced step), 2302.02599 (placement from chunk sizes),
 2101.06840 (states on the host).
 """
@@ -135,11 +136,11 @@ class StatePlacement:
     @property
     def up_bytes(self) -> int:
         """From host to device in a step."""
-        return sum(piece.way(self.off_device).ups * piece.bytes for piece in self.pieces)
+        return sum(piece.crossing(self.off_device).ups * piece.bytes for piece in self.pieces)
 
     @property
     def down_bytes(self) -> int:
-        return sum(piece.way(self.off_device).downs * piece.bytes for piece in self.pieces)
+        return sum(piece.crossing(self.off_device).downs * piece.bytes for piece in self.pieces)
 
     @property
     def read_bytes(self) -> int:
@@ -181,8 +182,8 @@ def _held(tier: str, held_bytes: int, budget: int | None) -> str:
 def visiting_bytes(
     pieces: Sequence[StatePiece], on_host: frozenset[Name], beside: Sequence[LiveRange] | None = None
 ) -> int:  # fmt: skip
-    """What the slots of pieces on the host take on the device, in one arena with the pieces `beside` them, if there
-    are any."""
+    """Bytes on the device of the slots of pieces on the host. They share one arena with the pieces `beside` them, if
+    any."""
     if beside is None:
         return slot_bytes(pieces, on_host, "device")
     return pack_live_ranges([*beside, *_live_ranges_of(pieces, on_host)]).bytes
@@ -199,7 +200,7 @@ def _sizes(
     """Of each kind of slots, who takes such: chunk -> bytes."""
     sizes: dict[StagingBuffer, dict[int, int]] = {}
     for piece in pieces:
-        for slot in piece.way(on_host).slots:
+        for slot in piece.crossing(on_host).slots:
             if slot.tier == tier:
                 sizes.setdefault(slot, {})[piece.name.chunk] = piece.bytes
     return sizes
@@ -228,7 +229,7 @@ class _Taker(NamedTuple):
 
 def _takers(pieces: Iterable[StatePiece], on_host: frozenset[Name]) -> Iterator[_Taker]:
     for piece in pieces:
-        way, chunk = piece.way(on_host), piece.name.chunk
+        way, chunk = piece.crossing(on_host), piece.name.chunk
         when = piece.backwards(on_host)
         yield from (_Taker(slot, chunk, piece.bytes, when) for slot in way.slots if slot.tier == "device")
         if piece.shared is not None and piece.is_time_shared(on_host):
@@ -320,7 +321,8 @@ def _filled(
     least: _Least,
     room_bytes: int,
 ) -> list[frozenset[Name]]:
-    """What rests on the host, with less and less of it, the first of `groups` first, as far as there is room."""
+    """Sets of pieces on the host, each smaller than the one before, as far as there is room. The first of `groups`
+    leave first."""
     visiting, tried, of_chunk = least(on_host), [on_host], _by_chunk(pieces)
     for group in groups:
         # All of a kind or the rest of it first: with the last of them go its slots.
@@ -347,9 +349,9 @@ def spill_to_disk(placed: StatePlacement, host_budget: int, beside_bytes: int = 
 
 
 def spilled(records: Mapping[int, int], room_bytes: int) -> frozenset[int]:
-    """Which of these `records`, chunk -> bytes, rest on disk so that the others, and the slots by which those pass,
-    take at most `room_bytes` of the host: the fewest bytes, of each size evenly spread over the chunks. If nothing is
-    enough, those that leave the host least."""
+    """Choose the `records`, chunk -> bytes, that go to disk. The others, and the slots for those on disk, take at most
+    `room_bytes` of the host: the fewest bytes, of each size evenly spread over the chunks. If nothing is enough, those
+    that leave the host least."""
     over = sum(records.values()) - room_bytes
     if over <= 0:
         return frozenset()
@@ -418,8 +420,8 @@ def divide(
     budget: int | None = None,
     beside: tuple[LiveRange, ...] | None = None,
 ) -> StatePlacement:
-    """The placement with a share `fractions[kind]` of the bytes of each kind on the host (of frozen weights that of
-    weights), to the nearest piece: after every chunk as near to the share as whole pieces allow, at most half of the
+    """The placement with a share `fractions[kind]` of the bytes of each kind on the host, to the nearest piece. Frozen
+    weights have the share of weights: after every chunk as near to the share as whole pieces allow, at most half of the
     largest piece off."""
     on_host = {piece.name for piece in pieces if piece.name.kind is StateKind.LAST_SUM}
     for kind in (kind for kind in StateKind if kind is not StateKind.LAST_SUM):
@@ -438,8 +440,8 @@ def divide(
 def _fewest(
     pieces: Sequence[StatePiece], kind: StateKind, others: frozenset[Name], least: _Least
 ) -> list[Name]:
-    """The pieces of a kind on the host where least is on the device, of sets of its smallest pieces, beside `others`
-    that rest there: a few large ones may take less than the slots for them."""
+    """The set of a kind's smallest pieces that leaves least on the device when it is on the host, beside the `others`
+    there: a few large ones may take less than the slots for them."""
     mine = sorted(
         (piece for piece in pieces if piece.name.kind is kind and piece.moves), key=lambda piece: piece.bytes
     )
@@ -454,7 +456,7 @@ def _fewest(
 
 def _moved(pieces: Iterable[StatePiece], on_host: frozenset[Name]) -> int:
     """Bytes over the link in a step, both ways."""
-    ways = ((piece, piece.way(on_host)) for piece in pieces)
+    ways = ((piece, piece.crossing(on_host)) for piece in pieces)
     return sum((way.ups + way.downs) * piece.bytes for piece, way in ways)
 
 

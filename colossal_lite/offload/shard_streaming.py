@@ -1,16 +1,17 @@
-"""Copies weights and gradients between host and device: weights for their uses, gradients after backward.
+"""Copies weights and gradients of chunks on the host: to the device for updates, gradient sums out after backward.
 
-Note: three ways over the link.
-In a forward or backward a shard is copied to its slot of the gathered weights, and dropped with it: nothing has changed
-(`Chunk.fetch`).  A sum of gradients is copied out through a place on the device.  The host adds it to the sums of
-earlier micro-batches, in their order: the same bits as on the device.  A GPU computes the squares before that copy, or,
-of several sums, from the copied result: a CPU's squares would have other bits (`Chunk.squares`).  For its update a
-chunk's gradient is copied to a place on the device, with the record (offload/optimizer_states.py).  So are its weights,
-where they are their own masters or a half of them, and they are copied back.  Where a float32 master exists, the update
-overwrites the weights, so they are not fetched.  As many chunks in a row have places at once as records: one is
-updated, `AHEAD` are fetched, one is written back.  For gradients, which are not written back, it is one less.  A chunk
-that is updated on the host needs none of this (offload/host_updates.py).  Between steps `local_shard`, `master` and
-`gradient` of a chunk are the tensors on the host.
+Note: three copies over the link.
+1. For a forward or backward, `Chunk.fetch` copies a shard to its slot of the gathered weights.  It is dropped with
+   them.
+2. A sum of gradients is copied out through a place on the device.  The host adds it to the sums of earlier
+   micro-batches, in their order.  So the bits are those of the device.  A GPU computes the squares before that copy, or
+   from the copied result of several sums.  A CPU's squares would have other bits (`Chunk.squares`).
+3. For its update a chunk's gradient is copied to a place on the device, with the record (offload/optimizer_states.py).
+   Weights that are their own masters, or the upper half of them, are copied too, and copied back.  Where a float32
+   master exists, the update only writes the weights, so they are not fetched.
+As many chunks in a row have places at once as records: one is updated, some are fetched, one is written back.
+Gradients are not written back and have one place less.  A chunk that is updated on the host is not copied here
+(offload/host_updates.py).  Between steps `local_shard`, `master` and `gradient` of a chunk are the tensors on the host.
 """
 
 from __future__ import annotations
@@ -32,30 +33,34 @@ from colossal_lite.offload.pieces import LEAVING, OUTGOING, VISITING, StagingBuf
 
 
 def landing_bytes(gradients: Sequence[int], device: torch.device) -> int:
-    """Of what sums land in to be added on the host beside a device, where those of so many bytes rest there: a thread
-    adds as it copies, and needs nothing."""
+    """Bytes of the host buffers that a GPU copies gradient sums into, before the host adds them.
+
+    `gradients`: bytes of each gradient on the host. An emulated device needs none: a thread adds as it copies."""
     return min(OUTGOING, len(gradients)) * max(gradients, default=0) if device.type == "cuda" else 0
 
 
 class HostShardStream:
-    """Copies weights and gradients that rest on the host, through slots on the device."""
+    """Copies weights and gradients between the host and places on the device."""
 
-    def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link, places: TaskRecords) -> None:
-        """`places`: host memory of the offloaded kinds."""
-        self._chunks, self._up, self._down, self._records = tuple(chunks), up, down, places
+    def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link, records: TaskRecords) -> None:
+        """`records`: the host memory of the offloaded kinds."""
+        self._chunks, self._up, self._down, self._records = tuple(chunks), up, down, records
         self._incoming: dict[int, list[Transfer]] = {}
         self._weights_here: dict[int, tuple[Tensor, tuple[Transfer, ...]]] = {}
         self._gradients_here: dict[int, Tensor] = {}
         self._outgoing: list[Transfer] = []
         self._adds = Link("add", ThreadExecutor(), timeout_s=down.timeout_s)
         self.host_bytes = 0
-        """Of what sums land in."""
+        """Bytes of the host buffers that sums are copied into."""
         self._on_host: frozenset[int] = frozenset()
+        self._visits = False  # whether there are places for updates
 
     def settle(self, on_host: Collection[int], arena: Arena | None, *, is_first: bool = False) -> None:
-        """The places that what rests on the host now needs, beside chunks that are updated there: in `arena`; None: in
-        one for each kind. `is_first`: before any update, and there are none for updates. No copy may be running."""
-        self._on_host = frozenset(on_host)
+        """Allocate the places on the device for the tensors that are on the host now, in `arena`. No copy may run.
+
+        `on_host`: chunks that are updated on the host, and need no places for it. Without an arena each kind has its
+        own. `is_first`: there has been no update yet, so only places for sums are allocated."""
+        self._on_host, self._visits = frozenset(on_host), not is_first
         self.release_slots()
         resting = {
             i: c.gradient_at_rest for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None
@@ -75,38 +80,38 @@ class HostShardStream:
             chunk.offload_buffer = self._offload_buffer if chunk.gradient_at_rest is not None else None
 
     def release_slots(self) -> None:
-        """Free all places on the device, before there are others."""
+        """Free all places on the device, before others are allocated."""
         nothing = self._places(LEAVING, {}, None)
         self._weight_slots = self._gradient_slots = nothing
         self._offload_buffer = GradientOffloadBuffer(self._down, self._adds, nothing)
 
     @property
     def device_bytes(self) -> int:
-        """Of the places that are in no arena of others, and of what sums have left through beyond the plan."""
-        return self._offload_buffer.places.bytes
+        """Bytes of the places outside a shared arena, and of those added beyond the plan."""
+        return sum(places.bytes for places in self.staging_places)
 
     @property
     def most_device_bytes(self) -> int:
-        """As much of them as was used, at the most so far."""
-        return self._offload_buffer.places.most_bytes
+        """The most of `device_bytes` that was in use at once so far."""
+        return sum(places.most_bytes for places in self.staging_places)
 
     @property
     def most_host_bytes(self) -> int:
-        """Of what sums have landed in at once, at the most so far."""
+        """The most bytes of host buffers that held sums at once so far."""
         return self._offload_buffer.most_landed * self._largest_bytes
 
     @property
     def staging_places(self) -> tuple[ArenaAllocator, ...]:
-        """The places on the device, of weights, of gradients that come and of sums that leave."""
+        """The places on the device: of weights, of gradients for updates, and of sums that are copied out."""
         return self._weight_slots, self._gradient_slots, self._offload_buffer.places
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Beside those up and down."""
+        """The links that this object adds to those up and down."""
         return (self._adds,) if self._down.executor.on_stream else ()
 
     @property
-    def moving(self) -> set[int]:
+    def chunks_on_host(self) -> set[int]:
         """Chunks with state on the host."""
         return {
             index
@@ -116,16 +121,19 @@ class HostShardStream:
 
     @property
     def forecast_bytes(self) -> int:
-        """By the formula: of what sums leave through while that is in no arena of others."""
-        chunks = enumerate(self._chunks)
-        sizes = {
-            i: _owned(c) * c.gradient.element_size() for i, c in chunks if c.gradient_at_rest is not None
+        """Bytes of the places by the formula, while they are outside a shared arena."""
+        chunks, on_device = [*enumerate(self._chunks)], self._updated_on_device if self._visits else []
+        leaving = {i: _gradient_bytes(c) for i, c in chunks if c.gradient_at_rest is not None}
+        gradients = {i: leaving[i] for i, c in on_device if i in leaving and not c.waits_on_device}
+        weights = {
+            i: _owned(c) * c.local_shard.element_size() for i, c in on_device if c.weights_at_rest is not None
         }
-        return LEAVING.bytes(sizes)
+        visiting = VISITING[StateKind.WEIGHTS].bytes(weights) + VISITING[StateKind.GRADIENTS].bytes(gradients)
+        return LEAVING.bytes(leaving) + visiting
 
     @property
     def _updated_on_device(self) -> list[tuple[int, Chunk]]:
-        """The chunks that are updated on the device, by their numbers."""
+        """(index, chunk) of those that are updated on the device."""
         return [(index, chunk) for index, chunk in enumerate(self._chunks) if index not in self._on_host]
 
     def fetch(self, index: int) -> None:
@@ -147,7 +155,9 @@ class HostShardStream:
         self._incoming[index].append(coming)
 
     def here(self, index: int, *, is_whole: bool) -> None:
-        """A chunk's shards are on the device until `evict`. `is_whole`: the update will write all of the weights."""
+        """Wait for a chunk's copies, and use the places on the device as its shards until `evict`.
+
+        `is_whole`: the update will write all of the weights."""
         chunk = self._chunks[index]
         for transfer in self._incoming.pop(index, ()):
             transfer.wait()
@@ -166,7 +176,7 @@ class HostShardStream:
             chunk.gradient = self._gradients_here[index][: gradient.numel()]
 
     def evict(self, index: int) -> None:
-        """Begin to copy the weights back to the host; a gradient is used up."""
+        """Begin to copy the weights back to the host, and free the place of the gradient."""
         chunk = self._chunks[index]
         if (weights := chunk.weights_at_rest) is not None:
             slot, _ = self._weights_here.pop(index)
@@ -182,7 +192,7 @@ class HostShardStream:
             chunk.gradient = chunk.gradient_at_rest
 
     def defer(self) -> None:
-        """A step has ended: the weights at rest are not valid until its updates are done."""
+        """Mark the weights on the host as pending at the end of a step, until its updates have run."""
         for chunk in self._chunks:
             if chunk.weights_at_rest is not None:
                 self._records.defer(chunk.spec.id, WEIGHTS)
@@ -196,7 +206,7 @@ class HostShardStream:
         self._adds.close()
 
     def _landings(self, resting: Sequence[Tensor]) -> list[Tensor]:
-        """Buffers on the host for sums that are added there; a thread adds as it copies, and needs none."""
+        """Allocate buffers on the host for sums that are added there. A thread adds as it copies, and needs none."""
         count = self._outgoing_count if self._down.executor.on_stream else 0
         landings = [
             host_room(max(tensor.numel() for tensor in resting), resting[0].dtype, self._chunks[0].device)
@@ -208,7 +218,7 @@ class HostShardStream:
     def _places(
         self, slot: StagingBuffer, resting: Mapping[int, Tensor], arena: Arena | None
     ) -> ArenaAllocator:
-        """On the device, for these."""
+        """Places on the device for tensors of these sizes."""
         dtype = next((tensor.dtype for tensor in resting.values()), torch.float32)
         ranges = slot.live_ranges({index: tensor.nbytes for index, tensor in resting.items()})
         return ArenaAllocator(ranges, dtype, self._chunks[0].device, arena, grows=slot is LEAVING)
@@ -216,3 +226,7 @@ class HostShardStream:
 
 def _owned(chunk: Chunk) -> int:
     return chunk.owned[1] - chunk.owned[0]
+
+
+def _gradient_bytes(chunk: Chunk) -> int:
+    return _owned(chunk) * chunk.gradient.element_size()

@@ -1,12 +1,12 @@
 """Stores the record of a chunk between updates: on the host, or in a file behind slots on the host.
 
 Note: the file's slots.
-A record on disk has a slot on the host from its read until its copy to the device is done.  It has another from its
-copy back until it is written.  Where it is updated on the host it has one, from its read to its write.  Reads follow
-the order of the records on disk, however far apart their chunks are (schedule/optimizer_updates.py).  Of the host
-buffers, READ_AHEAD hold records read ahead.  One is on its way to the device, one on its way back, one is being written
-to disk.  There are never more than there are such records.  A slot is refilled only after the copy out of it
-(`Transfer`s order these).
+A record on disk has a slot on the host from its read to the end of its copy up.  It has another from its copy back
+until it is written.  Where it is updated on the host it has one, from its read to its write.  Reads follow the order of
+the records on disk, however far apart their chunks are (schedule/optimizer_updates.py).  Of the host buffers,
+READ_AHEAD hold records read ahead.  One is on its way to the device, one on its way back, one is being written to disk.
+There are never more than there are such records.  A slot is refilled only after the copy out of it (`Transfer`s order
+these).
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Finds the roles of a model's modules from one run of a small copy, whatever their names are.
 
 Note: how roles are found.
-Token embeddings take the words, other tables positions; the head is the last linear, as wide as the vocabulary.  Blocks
-are the children of a list of modules of one class.  Within a block a pair is found by its gradients: the inputs of a
-linear are cut into parts, and each part is traced back to the rows of earlier linears.  Where each part needs rows of
-its own, the two are `rowwise` and `colwise`; the order of the rows tells the blocks of a fused weight.  Where parts
-need the same rows (heads that do not divide, experts), the pair is left whole.  So no layout has to be known, and
-nothing found is trusted: `plan_proof` proves the plan.
+A table that is called with the ids is a token embedding; any other table holds positions.  The head is the last linear,
+as wide as the vocabulary.  Blocks are the children of a list of modules of one class.  Within a block a pair of linears
+is found by gradients.  The inputs of a linear are cut into parts, and each part is traced to the rows of earlier
+linears. If each part needs rows of its own, the earlier linear is `colwise` and this one `rowwise`.  The order of the
+rows shows the blocks of a fused weight.  If parts need the same rows (heads that do not divide, experts), the pair is
+left whole. A plan that is found so is only a proposal: `plan_proof` proves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import gcd
@@ -29,7 +29,7 @@ from colossal_lite.parallel.swap_proof import run_plainly, words
 
 SAMPLES, TOKENS = 2, 8
 NEGLIGIBLE = 1e-13
-"""Of the largest gradient: what rounding leaves where nothing depends on anything."""
+"""Share of the largest gradient below which a gradient is rounding, not a dependence."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -39,9 +39,11 @@ class AutoPlan:
 
     plan: Mapping[str, str]
     whole: Mapping[str, str]
+    mixing: Collection[str] = ()
+    """Modules whose code mixes tokens: whole, they need whole sequences."""
 
     def choices(self) -> Iterator[AutoPlan]:
-        """This plan; then with the linears of one module left whole, and last of all."""
+        """This plan, then plans that leave the linears of one module whole, then one that leaves all whole."""
         yield self
         cut = {
             pattern: role for pattern, role in self.plan.items() if role.startswith(("colwise", "rowwise"))
@@ -53,9 +55,10 @@ class AutoPlan:
 
     def _without(self, cut: Mapping[str, str], owners: Sequence[str]) -> AutoPlan:
         left = {p: "replicate" for p in cut if p.rpartition(".")[0] in owners}
+        left |= {owner: "replicate:whole" for owner in owners if owner in self.mixing}
         kept = {p: r for p, r in self.plan.items() if r != "attention" or p not in owners}
         whole = dict.fromkeys(owners, "with its linears cut a small copy is not that of one process")
-        return AutoPlan(kept | left, {**self.whole, **whole})
+        return AutoPlan(kept | left, {**self.whole, **whole}, self.mixing)
 
 
 @dataclass
@@ -95,6 +98,7 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
     if (head := _head(small, calls, blocks)) is not None:
         roles[head] = "lm_head"
     whole: dict[str, str] = {}
+    mixing: dict[str, str] = {}
     for block in blocks:
         inside = [call for call in calls if call.name.startswith(f"{block}.")]
         if inside:
@@ -102,8 +106,12 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
             roles |= _linear_roles(found)
             roles |= {name: "attention" for name in _attentions(small.model, found)}
             whole |= found.faults
+            mixing |= {name: "replicate:whole" for name in _mixing(small.model, inside) if name != block}
     dropped = [b for b in blocks if not any(c.name.startswith(f"{b}.") for c in calls)]
+    cut = [name for name, role in roles.items() if role.startswith(("colwise", "rowwise"))]
+    roles |= {n: r for n, r in mixing.items() if not any(each.startswith(f"{n}.") for each in cut)}
     roles |= _as_in_kept(roles, blocks, dropped)
+    mixing |= _as_in_kept(mixing, blocks, dropped)
     prefixes = tuple(f"{block}." for block in blocks)
     attentions = tuple(f"{name}." for name, role in roles.items() if role == "attention")
     for name, module in model.named_modules():
@@ -114,7 +122,7 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
         if role == "replicate" and name.startswith(prefixes) and _is_linear(model.get_submodule(name)):
             if not any(other.rpartition(".")[0] == name.rpartition(".")[0] for other in whole):
                 whole[name] = f"it is in no pair of linears that {parts} parts divide"
-    return AutoPlan(_patterns(roles, blocks), _patterns(whole, blocks))
+    return AutoPlan(_patterns(roles, blocks), _patterns(whole, blocks), _patterns(mixing, blocks).keys())
 
 
 # ---- the run ----
@@ -215,12 +223,12 @@ def _pairs(model: nn.Module, calls: Sequence[_Call], parts: int) -> _Found:
             continue
         earlier = [c for c in calls[:place] if c.name in legal and c.name not in found.rowwise]
         if earlier:
-            _look_behind(found, call, earlier)
+            _pair_with_earlier(found, call, earlier)
     return found
 
 
-def _look_behind(found: _Found, call: _Call, earlier: Sequence[_Call]) -> None:
-    """Whether each part of the inputs of a linear needs rows of its own of earlier ones; if so, note whose they are."""
+def _pair_with_earlier(found: _Found, call: _Call, earlier: Sequence[_Call]) -> None:
+    """Record in `found` whether each part of a linear's inputs needs rows of its own of earlier linears, and which."""
     width, n = call.input.shape[-1] // found.parts, found.parts
     outputs = [c.output for c in earlier]
     needs = [_needed(call.input[..., part * width : (part + 1) * width], outputs) for part in range(n)]
@@ -255,6 +263,18 @@ def _look_behind(found: _Found, call: _Call, earlier: Sequence[_Call]) -> None:
     at_end = _gradients(call.input[:, -1], [c.output for c in earlier if c.name in claims])
     if any(g is not None and bool(g[:, :-1].any()) for g in at_end):
         found.mixing.add(call.name)
+
+
+def _mixing(model: nn.Module, calls: Sequence[_Call]) -> Iterator[str]:
+    """Modules in a block in which the input of a linear sees other tokens of an earlier one in the same module."""
+    for place, call in enumerate(calls):
+        owner = call.name.rpartition(".")[0]
+        while isinstance(model.get_submodule(owner), nn.ModuleList | nn.ModuleDict):  # which is not called
+            owner = owner.rpartition(".")[0]
+        inside = [c.output for c in calls[:place] if c.name.startswith(f"{owner}.")]
+        if inside and call.input.requires_grad:
+            if any(g is not None and bool(g[:, :-1].any()) for g in _gradients(call.input[:, -1], inside)):
+                yield owner
 
 
 def _share(uses: Sequence[Tensor]) -> float:
@@ -298,9 +318,10 @@ def _linear_roles(found: _Found) -> dict[str, str]:
 
 
 def shares_of(owners: Sequence[int], parts: int) -> tuple[int, ...] | None:
-    """The proportion of blocks of rows, if each is cut into equal parts in order; None if there are none.
+    """The proportions of the blocks of rows, each cut into equal parts in order; None if the rows have no such order.
 
-    Rows of part -1 are those of units that were off in the run; where most rows tell, they follow."""
+    `owners`: the part of each row, or -1 for a unit that was zero in the run (ReLU). Where most rows are known, the
+    others follow."""
     if -1 in owners:
         known = [(row, part) for row, part in enumerate(owners) if part >= 0]
         for count in (1, 2, 3) if 2 * len(known) > len(owners) else ():

@@ -1,10 +1,10 @@
-"""Gives every dropout of a model the counters of the elements that it sees here: modules, and functional ones.
+"""Gives every dropout of a model, module or function, the counters of the elements that it sees on this rank.
 
 Note: where a dropout is.
 In the residual stream a mode says which positions or features are here (`LocalRows`).  Between a column-wise linear and
 its row-wise one, and behind the head, features are cut in another way: heads in attention, else a part of the features.
-Hooks on the linears record where a forward is; names cannot.  The rows of such a place say what is cut, and are fitted
-to the tensor by its shape (`Rows.fitted`), or refuse it.  An adapter's own dropout has counters of its own.
+Hooks on the linears record where a forward is; names cannot.  The rows of such a place say what is cut.  They are
+fitted to the tensor by its shape (`Rows.fitted`), or refuse it.  An adapter's own dropout has counters of its own.
 """
 
 from __future__ import annotations
@@ -104,11 +104,10 @@ def rows_behind(
 def bind_dropout(
     module: nn.Module, streams: DropoutStreams, local_rows: LocalRows, refused: Mapping[str, str] | None
 ) -> bool:
-    """Give every dropout its counters, torch's own included: it is replaced under its own name. One that stands in
-    several places has a name in each. `refused`: modules within which a functional one has none, and why; None: none
-    has any.
+    """Give every dropout its counters. nn.Dropout is replaced under its name, once for each place where it stands.
 
-    Whether there are any, or may be."""
+    `refused`: modules in which functional dropouts raise, with the reason; None: functional dropouts get no counters.
+    Returns whether the model has a dropout, or may have a functional one."""
     found, bound = False, set[int]()
     for path, owner in list(module.named_modules()):
         for name, child in list(owner._modules.items()):
@@ -155,7 +154,7 @@ def in_several_places(module: nn.Module) -> Mapping[str, str]:
 
 
 def adapters_of(roles: Mapping[str, Role]) -> Mapping[str, str]:
-    """Modules whose tensors are cut as their shapes do not tell."""
+    """Adapters, in which functional dropouts raise: their tensors may be cut, and no shape shows it."""
     legal = "an adapter, whose cut it cannot know; legal: nn.Dropout there, p=0, or tensor=1"
     return {name: legal for name, role in roles.items() if role.name == "adapter"}
 

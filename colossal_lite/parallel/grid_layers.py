@@ -33,7 +33,7 @@ class OperandAxis:
 
 @dataclass(frozen=True)
 class ProductSpec:
-    """How x, w and y of a product y = x w^T are completed, or summed, from what the ranks hold (None: they are)."""
+    """Says along which axes x and w of a product y = x w^T are gathered, and y is reduce-scattered. None: not cut."""
 
     x: OperandAxis | None
     weight: OperandAxis
@@ -65,7 +65,9 @@ class _Product(Function):
         ctx: Any, x: Tensor, weight: Tensor, cut: ProductSpec, queue: WeightGradStore | None
     ) -> Tensor:
         ctx.cut, ctx.queue = cut, queue
-        if queue is not None:  # as it is, not as recomputation would give it back: its gradient goes to this
+        if (
+            queue is not None
+        ):  # the parameter itself takes the gradient; a saved tensor may be a recomputed copy
             ctx.given = weight
         ctx.save_for_backward(x, weight)
         x_parts, w_parts = _gather_async(x, cut.x), _gather_async(weight, cut.weight)
@@ -204,8 +206,8 @@ class GridNorm(nn.Module):
 class GridLinear(nn.Module):
     """x [B, T, D_in] -> y [B, T, D_out], this rank's parts; weight [D_out, D_in], or its transpose if `transposed`.
 
-    The last `padded` outputs stand for nothing and are the least number there is.  With `shared`, all key heads' rows
-    lie on each rank of `heads` and one head of them is used; `q_rows` are those of a fused weight that are cut.
+    The last `padded` outputs are padding, and get the least number of the dtype.  With `shared`, each rank of `heads`
+    has the rows of all key heads and uses one head.  `q_rows`: rows of a fused weight that are cut.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Note: a norm is replaced where that is proven: on random rows in float64 the replacement returns the norm's output and
 all its gradients.  Any other norm keeps its forward, and sees all features: they are gathered before it and cut behind
-it, which moves M elements of the stream each way, where a replaced one moves one or two numbers a token.
+it.  That moves M elements of the stream each way.  A replaced norm moves one or two numbers a token.
 """
 
 from __future__ import annotations

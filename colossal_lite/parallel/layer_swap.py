@@ -1,9 +1,9 @@
 """Replaces the modules of a plan by a mode's layers, and records the ShardSpec of every parameter.
 
 Note: swapping.
-Every parameter gets one ShardSpec, by its first name.  A cut one is replaced by a placeholder of the local shape on the
-meta device, under the same name, once for all its ties.  Values come later, from the originals or from an initializer,
-so a rank need never hold a full parameter.  All errors are found before anything is changed.
+Every parameter gets one ShardSpec, by its first name.  A placeholder of the local shape on the meta device replaces a
+cut one.  It has the same name, and replaces all ties at once.  Values come later, from the originals or from an
+initializer, so a rank need never hold a full parameter.  All errors are found before anything is changed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Shards low-rank adapters (2106.09685) on sharded linears: modules that compute base(x) + c up(down(x)).
 
 Note: adapters.
-D_in, D_out: sizes of the base; r: the rank.  `down` is [r, D_in] and `up` [D_out, r], as nn.Linear has them, under any
-names, in the wrapping module or in modules within it, any number of pairs.  The user's forward is not changed; its
-tensors are cut so that the result is right:
+D_in, D_out: sizes of the base; r: the rank.  `down` is [r, D_in] and `up` [D_out, r], as nn.Linear has them.  Any
+number of pairs may be in the wrapping module or in modules within it, under any names.  The user's forward is not
+changed; its tensors are cut so that the result is right:
     base `colwise`   the input is full (gathered once for all linears that share it); `down` is full, `up` is cut like
                      the base's rows
     base `rowwise`   the input is cut along features; `down` is cut like the base's columns, `up` is full; base and pair
@@ -91,7 +91,7 @@ def read_adapter(name: str, wrapper: nn.Module, roles: Mapping[str, Role]) -> Ad
         shape = tuple(factor.shape)
         is_down = len(shape) == 2 and shape[1] == inputs and shape[0] < min(inputs, outputs)
         is_up = len(shape) == 2 and shape[0] == outputs and shape[1] < min(inputs, outputs)
-        # Of a square base a factor stored the other way round has a legal shape, and is found by its place.
+        # With a square base, a factor stored the other way round has a legal shape. Its place shows it.
         if not (is_down or (is_up and len(up) < len(down))):
             return (
                 f"{name}.{path} has shape {list(shape)}; legal in an adapter of a linear from {inputs} to {outputs} "

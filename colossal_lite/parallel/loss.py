@@ -148,8 +148,7 @@ class Loss:
 
 
 def refuse_means(outputs: Any, model: str) -> None:
-    """Raises ValueError for outputs of a `model` that carry a loss of their own to which parts of a batch do not add
-    up."""
+    """Raises ValueError for outputs of a `model` with a loss that is not the sum of the losses of parts."""
     found = outputs.get("aux_loss") if isinstance(outputs, Mapping) else getattr(outputs, "aux_loss", None)
     if found is not None:
         raise ValueError(

@@ -2,8 +2,8 @@
 
 Note: the proof.
 A step weighs the loss of a part of a batch by its number of valid labels.  That is the whole batch's loss if the
-model's loss is a mean over valid labels, whatever it is of each token.  So a small copy is run on a batch and on its
-parts, all labels valid and some ignored, and losses and gradients must add up.
+model's loss is a mean over valid labels, of any function.  So a small copy is run on a batch and on its parts, with all
+labels valid, and with some ignored.  Losses and gradients must add up.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def _members(outputs: Any) -> list[Tensor]:
 
 
 def model_loss(model: nn.Module) -> ModelLoss:
-    """How `model` is asked for its loss; it is run as a small copy. Raises ModelLossError for a loss that is no mean
-    over valid labels, for a model that takes none, and for one that cannot be run."""
+    """How `model` is asked for its loss; it is run as a small copy. Raises ModelLossError for a loss that is not a mean
+    over valid labels. Also for a model that takes no labels, or that cannot be run."""
     name = _argument(model)
     made, why = None, ""
     tables = table_roles(model)
@@ -149,8 +149,7 @@ def check_labels_optional(model: nn.Module) -> None:
 def gather_logits(
     model: nn.Module, roles: Mapping[str, Role], strategy: TensorStrategy, criterion: ModelLoss | None
 ) -> None:
-    """Have the head of a split model give logits over the full vocabulary to the model's own code, if that reads
-    them."""
+    """Have the head of a split model gather the vocabulary, if the model's own code reads its logits."""
     if criterion is None:
         return
     head = next(name for name, role in roles.items() if role.name == "lm_head")

@@ -1,9 +1,10 @@
 """Divides the widths of a model's copy by one number, so that a proof of a wide model is small.
 
 Note: widths.
-The features of the stream, the inputs and outputs of linears, and the width of a head: every dim of a parameter or
-buffer of such a size, and every number of that size that a module or its config keeps, is divided.  Numbers of heads,
-layers, words and positions stay, by their names.  Whether the copy still runs is seen when it runs.
+Widths are the features of the stream, the inputs and outputs of linears, and the width of a head.  Every dim of a
+parameter or buffer of such a size is divided.  So is every number of that size that a module or its config has.
+Numbers of heads, layers, words and positions are known by their names, and stay.  A copy that does not run so is not
+used.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KEPT_WORDS = (
     "token",
     "embeddings",
 )
-"""Parts of names of numbers that are no widths."""
+"""Words in the names of numbers that are not widths."""
 HEAD_WIDTHS = ("head_dim", "head_width", "head_size")
 LEAST_HEAD = 4
 
@@ -49,15 +50,15 @@ class Narrowing:
         """The shape of a parameter."""
         return tuple(size // self.factor if size in self.sizes else size for size in shape)
 
-    def part(self, buffer: Tensor) -> Tensor:
+    def first_entries(self, buffer: Tensor) -> Tensor:
         """The first entries of a buffer along each dim that is a width."""
         for dim, size in enumerate(buffer.shape):
             if size in self.sizes | self.halves:
                 buffer = buffer.narrow(dim, 0, size // self.factor)
         return buffer
 
-    def tell(self, model: nn.Module) -> None:
-        """Divide the numbers that modules of a copy, and their configs, keep."""
+    def divide_numbers(self, model: nn.Module) -> None:
+        """Divide the widths among the numbers of a copy's modules and their configs, in place."""
         seen: set[int] = set()
         for module in model.modules():
             for holder in (module, getattr(module, "config", None)):
@@ -77,7 +78,7 @@ class Narrowing:
 
 
 def narrowing(model: nn.Module, roles: Mapping[str, Role]) -> Narrowing | None:
-    """By what the widths of a model can be divided; None if by nothing."""
+    """Find the widths of a model and the largest power of two that divides them; None if only 1 does."""
     heads = set(_head_widths(model, roles)) - {0}
     sizes = (set(_widths(model, roles)) | heads) - {0}
     if not sizes:

@@ -1,14 +1,14 @@
-"""Lengthens sequences to what ranks can cut, so that no number of a step changes.
+"""Pads sequences to lengths that ranks can cut, so that no number of a step changes.
 
 Note: padding.
 Ranks that each see a part of every sequence need equal parts.  Other lengths get tokens at the end, and the outputs are
 cut back.  They are exact if no real token sees the padding:
 - its labels are ignored, so no gradient comes from it;
-- causal attention comes before it.  Full attention has its keys masked, by `attention_mask`;
+- with causal attention no real token attends to it, as it stands last.  Full attention masks it by `attention_mask`;
 - real tokens keep their positions.  Padding repeats the last one, so no table of positions must be longer;
 - real tokens keep the counters of their dropouts.
-That is known of our GPT, and of models on a sequence axis, whose attention is ours.  Any other model is run on a small
-copy as it is and padded (`proven`).  A model that differs takes lengths that divide alone, and says so.
+This holds for our GPT, and for models on a sequence axis, whose attention is ours.  Any other model is tried on a small
+copy, with padding and without (`proven`).  If the two differ, lengths that do not divide raise an error.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Padding:
 
     parts: int = 1
     cuts: str = ""
-    """The settings that cut sequences, for people."""
+    """The settings that cut sequences, for messages."""
     masks: bool = False
     """Attention is not causal, so `attention_mask` hides padding."""
     hidden: int = 0
-    """The entry of `attention_mask` that no real token has, or sees."""
+    """The entry of `attention_mask` for padding: no real token has it, so none attends to it."""
     positions: bool = False
     """Padding gets `position_ids`."""
     longest: int | None = None
-    """Tokens that the model takes, where it counts positions itself."""
+    """The most tokens that the model takes, if it counts positions itself."""
     refused: str = ""
     """Why the model takes no padding; "" if it does."""
 
@@ -112,7 +112,7 @@ def padding_of(
     model: nn.Module, mesh: Mesh, facts: ModelFacts | None, plan: Mapping[str, str], roles: Mapping[str, Role], *,
     sequence_parallel: bool, sequence_mode: str, longest: int | None, has_auxiliary: bool,
 ) -> Padding:  # fmt: skip
-    """The padding of a whole model, before its layers are swapped. `longest`: tokens that it takes."""
+    """The padding of a whole model, before its layers are swapped. `longest`: the most tokens that it takes."""
     tensor = TensorConfig(
         size=mesh.size("tensor"), mode=mode_of(mesh), sequence_parallel=sequence_parallel
     )  # fmt: skip
@@ -137,7 +137,9 @@ def padding_of(
 
 
 def proven(model: nn.Module, roles: Mapping[str, Role], padding: Padding) -> Padding:
-    """With the masks that a small copy of a model needs, or refused. Nothing is communicated."""
+    """Try `padding` on a small copy of the model, without and with a mask. Returns what is exact, or refused padding.
+
+    Does not communicate."""
 
     def tried(small: SmallCopy, _: bool) -> Padding:
         tokens = 2 * padding.parts - 1

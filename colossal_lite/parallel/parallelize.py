@@ -146,7 +146,7 @@ def _check_compiled(module: nn.Module, form: Form, compiled: bool) -> None:
     if compiled and form.whole_sizes:
         raise ValueError(
             f"compile='block': the code of {type(module).__name__} sees the sizes of the whole model in tensor mode 1d "
-            f"(docs/plans.md), which torch.compile does not follow; legal: compile='none'"
+            f"(docs/plans.md); torch.compile does not follow that; legal: compile='none'"
         )
 
 

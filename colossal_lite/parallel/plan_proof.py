@@ -1,8 +1,8 @@
-"""Proves a plan of roles on a small copy of the model, and names the module and the role that does not fit.
+"""Proves a plan of roles on a small copy of the model, and names what does not fit.
 
 Note: where there is no proof.
-A model that does not run on random words by itself, or whose blocks are too large for a small copy, cannot be proven.
-Then classes and settings alone are checked, and a warning says so.
+A model has no proof if it does not run on random words, or its blocks are too large. Then classes and settings alone
+are checked, and a warning says so.
 """
 
 from __future__ import annotations

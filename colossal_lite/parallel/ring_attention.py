@@ -1,10 +1,10 @@
 """Computes attention over keys of several ranks, one block at a time: ring, gather and full ring.
 
 Note: blocks.
-n ranks hold t = T/n tokens each: B samples, H query heads, G key heads, K head width.  For causal attention rank r of
-n holds pieces r and 2n-1-r of 2n (zigzag, 2311.09431), early piece first, so local order is global order.  Then each
-pair of ranks is one rectangle and one call of the kernel (`seen`).  A rank's own tokens are causal.  All queries see
-the first half of an earlier rank's keys; the second half of the queries sees all of a later rank's.  Every rank
+n ranks hold t = T/n tokens each: B samples, H query heads, G key heads, K head width.  For causal attention rank r of n
+holds pieces r and 2n-1-r of 2n (zigzag, 2311.09431). The early piece comes first, so local order is global order.  Then
+each pair of ranks is one rectangle and one call of the kernel (`seen`).  A rank's own tokens are causal.  All queries
+see the first half of an earlier rank's keys; the second half of the queries sees all of a later rank's.  Every rank
 computes half of a block in every step, so none waits for another.
 
 Parts are merged by their log-sum-exp (2310.01889) in float32 or better.  Forward saves q, k, v, out and the log-sums of
@@ -33,7 +33,7 @@ from colossal_lite.kernels import Mask, Ops
 
 
 class Seen(NamedTuple):
-    """Which of a rank's queries see which keys of a block: a rectangle, or the triangle of its own tokens."""
+    """The queries of a rank that attend to keys of a block, and those keys. `causal`: only to earlier ones."""
 
     queries: slice
     keys: slice
@@ -41,7 +41,9 @@ class Seen(NamedTuple):
 
 
 def seen(coord: int, source: int, tokens: int, causal: bool) -> Seen:
-    """What rank `coord` of a zigzag computes with the block of rank `source`, both of `tokens` tokens."""
+    """The part of the scores that rank `coord` of a zigzag computes with the block of rank `source`.
+
+    Both have `tokens` tokens."""
     whole, half = slice(0, tokens), tokens // 2
     if source == coord or not causal:
         return Seen(whole, whole, causal and source == coord)
@@ -60,14 +62,14 @@ class Documents:
 
 
 class Gradients(Protocol):
-    """Collects [2, B, t, G, K] of every block and brings each home."""
+    """Sums the gradients [2, B, t, G, K] of every block, and sends each to the block's rank (`home`)."""
 
     def add(self, source: int, keys: slice, dk: Tensor, dv: Tensor) -> None: ...
 
     def home(self) -> Tensor: ...
 
 
-class _Returning:
+class _RingGradients:
     """Gradients travel round the ring behind their keys. `add` is called in the order of the ring, own block first."""
 
     def __init__(self, comm: Communicator, block: Tensor) -> None:
@@ -92,7 +94,7 @@ class _Returning:
         return total
 
 
-class _Scattered:
+class _ScatteredGradients:
     """Gradients of all blocks are held, then summed at once."""
 
     def __init__(self, comm: Communicator, block: Tensor) -> None:
@@ -107,7 +109,7 @@ class _Scattered:
 
 
 class Carrier(Protocol):
-    """How blocks of keys and values [2, B, t, G, K] reach the other ranks of `comm`, and their gradients come back."""
+    """Sends blocks of keys and values [2, B, t, G, K] to the ranks of `comm`, and their gradients back."""
 
     @property
     def comm(self) -> Communicator: ...
@@ -116,7 +118,7 @@ class Carrier(Protocol):
         """(source, its block) of every rank, this one's first."""
 
     def gradients(self, block: Tensor) -> Gradients:
-        """What collects gradients of blocks that are like `block`."""
+        """An empty collector for gradients of blocks of this shape."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Ring:
             block = coming.wait() if coming else block
 
     def gradients(self, block: Tensor) -> Gradients:
-        return _Returning(self.comm, block)
+        return _RingGradients(self.comm, block)
 
 
 @dataclass(frozen=True)
@@ -151,14 +153,15 @@ class Gather:
                 yield source, whole[source]
 
     def gradients(self, block: Tensor) -> Gradients:
-        return _Scattered(self.comm, block)
+        return _ScatteredGradients(self.comm, block)
 
 
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, *, carrier: Carrier, ops: Ops, causal: bool, documents: Documents | None,
     scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """out [B, t, H, K] of this rank's q [B, t, H, K] over the keys and values [B, t, G, K] of the carrier's ranks."""
+    """out [B, t, H, K] of this rank's q, of the same shape. Keys and values [B, t, G, K] are those of the carrier's
+    ranks."""
     out: Tensor = _Blocks.apply(q, k, v, carrier, ops, causal, documents, scale)  # type: ignore[no-untyped-call]
     return out
 
@@ -266,7 +269,7 @@ class _FullRing(Function):
         queries, dout5, out5 = (_by_key_head(x, k).to(wide) for x in (q, dout, out))
         delta = (dout5 * out5).sum(-1, keepdim=True)
         block, dq = torch.stack((k, v)), torch.zeros_like(queries)
-        gradients = _Returning(comm, block.to(wide))
+        gradients = _RingGradients(comm, block.to(wide))
         for source, (keys, values) in Ring(comm).blocks(block):
             shares = rows[..., source, :].to(wide)
             ds = shares * (torch.einsum("bgrtk,bsgk->bgrts", dout5, values.to(wide)) - delta) * factor

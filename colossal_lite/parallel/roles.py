@@ -30,6 +30,8 @@ DETAILS = {
     "colwise": ("qkv", "kv", "gate_up"),
     # `embedding:whole`: the model counts on whole sequences outside its blocks, so activations are cut within them only
     "embedding": ("whole",),
+    # a module whose code mixes tokens: it sees whole sequences, where activations are cut, and gives its part
+    "replicate": ("whole",),
 }
 RENAMED_ROLES = {"first": "colwise", "second": "rowwise"}
 """Names of before version 0.2 -> names of now. A plan may have the old ones for one release."""

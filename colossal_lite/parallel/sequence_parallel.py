@@ -2,11 +2,11 @@
 
 Note: sequence.
 Weights are replicated along this axis; their gradients are terms of a sum over it, as over `data`.  Tokens carry their
-global positions, so rotary and learned positions, dropout and the loss come out right for any position of a token.
+global positions.  So rotary and learned positions, dropout and the loss are right for any token.
     contiguous  rank r holds tokens [r T/N, (r+1) T/N)
     zigzag      rank r of a ring of R holds pieces r and 2R-1-r of 2R, so that causal work is the same on every rank
                 (2311.09431); in usp the U ranks of an inner group hold those two pieces between them, in order
-Modes; M = B T H K and M_kv = B T G K elements a layer, and what they move (ring_attention.py has the rings):
+Modes; M = B T H K and M_kv = B T G K elements a layer. They move (ring_attention.py has the rings):
     ring          (2310.01889, zigzag) keys and values go round, their gradients behind them: 6 (N-1) M_kv/N
     allgather_kv  (zigzag) keys and values gathered at once, in forward and again in backward: 6 M_kv
     ulysses       (2309.14509, contiguous) one all-to-all from tokens to heads for q, k and v, one back for the output,

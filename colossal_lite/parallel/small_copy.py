@@ -96,7 +96,7 @@ def small_copy(
     for buffer in model.buffers():
         if buffer.is_meta:
             raise NoCopyError("it has buffers on meta")
-        memo[id(buffer)] = _copied(buffer if narrow is None else narrow.part(buffer))
+        memo[id(buffer)] = _copied(buffer if narrow is None else narrow.first_entries(buffer))
     try:
         made = deep_copy(model, memo)
     except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
@@ -107,7 +107,7 @@ def small_copy(
         del made.get_submodule(parent)._modules[child]
     left = {n: role for n, role in roles.items() if not f"{n}.".startswith(dropped)} if dropped else roles
     if narrow is not None:
-        narrow.tell(made)
+        narrow.divide_numbers(made)
     words, padding = _resize(made, left)
     return SmallCopy(made.eval(), dict(left), words, padding)
 

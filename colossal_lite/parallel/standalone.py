@@ -1,10 +1,10 @@
 """Parallelizes layers in a user's own loop, and sums their gradients before each optimizer step.
 
 Note: what the two functions promise.
-After `parallelize` the module holds this rank's part of every parameter, filled from the full ones that it had (the
-same on every rank: nothing is sent).  Each data rank takes the gradient of its *share* of the loss, the sum over
-its own tokens divided by the number of tokens of all; then a full gradient is the sum over the ranks that its spec
-names, and `finish_gradients` makes that sum: one flat all-reduce for each set of axes and dtype, in float32 or better.
+After `parallelize` the module holds this rank's part of every parameter.  It is filled from the full ones (the same on
+every rank: nothing is sent).  Each data rank takes the gradient of its *share* of the loss.  That is the sum over its
+own tokens divided by the number of tokens of all; then a full gradient is the sum over the ranks that its spec names,
+and `finish_gradients` makes that sum: one flat all-reduce for each set of axes and dtype, in float32 or better.
 
     layers = cl.parallelize(model, context.mesh)
     total, count = layers.cross_entropy(model(ids), labels)            # logits may be cut over the vocabulary

@@ -1,7 +1,7 @@
 """Finds what a module has that the layer in its place would lose: a forward of its own, settings, hooks.
 
-Note: a layer that takes a module's place carries its weights, its bias, a norm's eps and an embedding's padding_idx,
-and nothing else.  So only modules that are no more than that may be replaced.
+Note: a layer in a module's place carries its weights and bias.  It also carries a norm's eps and an embedding's
+padding_idx, and nothing else.  So only modules that are no more than that may be replaced.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def linear_faults(module: nn.Module) -> Iterator[str]:
 
 
 def acts_as_linear(module: nn.Module) -> bool:
-    """Whether a class with a forward of its own gives x W^T + b, or x W + b as Conv1D: seen on a copy of few features,
-    in training and in evaluation."""
+    """Whether a class with its own forward gives x W^T + b, or x W + b as Conv1D: seen on a copy of few features, in
+    training and in evaluation."""
     plain = {"weight", "bias"} if getattr(module, "bias", None) is not None else {"weight"}
     weight = getattr(module, "weight", None)
     if (

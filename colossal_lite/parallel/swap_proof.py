@@ -1,11 +1,11 @@
 """Proves that a model whose layers were replaced is the plain model: loss and every gradient, on emulated ranks.
 
 Note: the proof.
-A small model is run as it is, and as every rank of a small world runs it after the swap: threads of this process, with
-real collectives between them.  Both have the same random values in float64.  What a rank gives must be its part of what
-the plain model gives.  Conversions to lower precision, which norms and softmax make, are left out on both sides, so
-that the two agree to rounding.  No message leaves the process and nothing is drawn from torch's generator, so every
-rank of the real world comes to the same verdict.
+A small model is run as it is.  It is run again as every rank of a small world runs it after the swap: threads of this
+process, with real collectives between them.  Both have the same random values in float64.  What a rank gives must be
+its part of what the plain model gives.  Norms and softmax convert to lower precision.  Both sides leave that out, so
+that the two agree to rounding.  No message leaves the process, and nothing is drawn from torch's generator.  So every
+rank of the real world finds the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossal_lite.data.batch import Batch
-from colossal_lite.distributed.emulated_ranks import EmulatedWorld, run_emulated
+from colossal_lite.distributed.emulated_ranks import EmulatedWorld, EndedError, run_emulated
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
 from colossal_lite.parallel.layer_swap import cut_values, fill_placeholders
@@ -119,16 +119,15 @@ def prove(
             ) from error
         world = EmulatedWorld(LONGEST_S)
         meshes = Mesh.emulated(layout, world)
-        watched = [_Calls() for _ in meshes]
         ranks = [
-            _Rank(deep_copy(model).train(), mesh, batch, replace, calls, criterion)
-            for mesh, calls in zip(meshes, watched, strict=True)
+            _Rank(deep_copy(model).train(), mesh, batch, replace, _Calls(), criterion) for mesh in meshes
         ]
         try:
             found = run_emulated(world, [rank.differences(truth) for rank in ranks])
-        except Exception as error:  # as above
-            where = next((each.place for each in watched if each.place), "")
-            return Difference(f"{type(error).__name__}: {_line(error)}", (where,) if where else ())
+        except (_FailedError, EndedError) as failed:
+            cause = failed.__cause__ or failed
+            where = (failed.place,) if isinstance(failed, _FailedError) and failed.place else ()
+            return Difference(f"{type(cause).__name__}: {_line(cause)}", where)
     every = [each for each in found if each is not None]
     if not every:
         return None
@@ -184,6 +183,13 @@ def difference_when_plain(model: nn.Module, batch: Batch, other: Batch) -> str:
     return ""
 
 
+@dataclass
+class _FailedError(Exception):
+    """A rank has failed in the module `place`, by the error that is the cause."""
+
+    place: str
+
+
 @dataclass(frozen=True)
 class _Rank:
     """One emulated rank."""
@@ -196,7 +202,15 @@ class _Rank:
     criterion: ModelLoss | None
 
     def differences(self, truth: _Run) -> Callable[[], Difference | None]:
-        return lambda: self._compared(truth)
+        def run() -> Difference | None:
+            try:
+                return self._compared(truth)
+            except EndedError:
+                raise
+            except Exception as error:  # of a user's code, whatever it is
+                raise _FailedError(self.calls.place) from error
+
+        return run
 
     def _compared(self, truth: _Run) -> Difference | None:
         originals = dict(self.model.named_parameters())

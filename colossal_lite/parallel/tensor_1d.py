@@ -2,20 +2,20 @@
 
 Note: 1d.
 n ranks; M = B T D elements of one activation.  A *column-wise* linear holds rows of its weight (output features), a
-*row-wise* one columns (input features), so nothing is communicated between the two; heads are never cut.  Between pairs
+*row-wise* one columns (input features). Nothing is communicated between the two; heads are never cut.  Between pairs
 the residual stream is replicated, or, with `sequence_parallel`, each rank holds T / n of its positions.  Then norms,
-dropout and residual sums cost 1 / n, and the gradients of their parameters are terms of a sum over the axis.
+dropout and residual sums cost 1 / n.  The gradients of their parameters are terms of a sum over the axis.
 
 Per pair and micro-batch, payload M each:     forward             backward
     replicated stream                         all-reduce          all-reduce
     sequence_parallel                         gather, scatter     gather, scatter, and gather again (`regather_inputs`)
 Embedding and head count as one pair together.  The loss never gathers logits: one all-gather of 3 numbers a token and
-rank.  A column-wise linear overlaps the reduction of its input gradient with the product for its weight gradient, and
-the second gather with the product before that; `overlap=False` waits at once and gives the same bits.
+rank.  A column-wise linear overlaps the reduction of its input gradient with the product for its weight gradient.  The
+second gather overlaps with the product before; `overlap=False` waits at once and gives the same bits.
 
-If there are fewer key and value heads than ranks, each rank holds all of them and uses the one its queries share.
-Their gradients are summed over the axis.  A vocabulary that n does not divide is padded inside the layout, and padded
-logits are the least number there is.
+With fewer key and value heads than ranks, each rank holds all of them and uses one.  Their gradients are summed over
+the axis.  A vocabulary that n does not divide is padded inside the layout.  Padded logits are the least number of the
+dtype.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def micro_batch_payload(
 ) -> tuple[LedgerRow, ...]:  # fmt: skip
     """Calls and payload bytes on the tensor axis of forward and backward of one micro-batch [batch, sequence].
 
-    `adapted`: every linear of the blocks has an adapter and all else is frozen.  Then no weight gradient asks for an
-    input again, and nothing goes back through the first block's input and the embedding.
+    `adapted`: every linear of the blocks has an adapter and all else is frozen.  Then no weight gradient gathers an
+    input again.  Backward stops before the first block's input and the embedding.
 
     `itemsize`: bytes of an activation element.  Fused or separate q, k, v move the same: they share one input.
     """
@@ -112,6 +112,8 @@ class TensorParallel1D(Swap):
     _shared: set[str] = field(default_factory=set)
     _regions: set[str] = field(default_factory=set)
     """Modules at whose beginning the sequence is gathered: within them gradients are terms."""
+    _wholes: set[str] = field(default_factory=set)
+    """Modules that see whole sequences, computed alike on every rank, and give this rank's tokens."""
     _adapters: dict[str, Adapter] = field(default_factory=dict)
     has_adapters = True
 
@@ -169,6 +171,12 @@ class TensorParallel1D(Swap):
             self._shared.update(sisters)
             self._regions.add(door)
             self._open(self.module.get_submodule(door), self.mode_at(door))
+        for name in sorted(self.roles):
+            role = self.roles[name]
+            is_whole = role == Role("replicate", "whole") and self.mode_at(name).sequence_parallel
+            if is_whole and not self._sees_whole(name):  # within one
+                self._wholes.add(name)
+                self._show_whole(self.module.get_submodule(name))
         if self.mode_at("") == self.mode:
             return
         blocks = [name for name, role in self.roles.items() if role.name == "block"]
@@ -194,6 +202,18 @@ class TensorParallel1D(Swap):
             return Part.of(whole, mode.comm, None) if mode.whole_sizes else whole
 
         _around(door, before=enter, behind=without_parts if mode.whole_sizes else None)
+
+    def _show_whole(self, module: nn.Module) -> None:
+        """Gather the sequence where a module begins, and keep this rank's tokens of what it gives."""
+        mode = self.mode
+        _around(
+            module,
+            before=partial(gather_from_sequence_region, mode=mode),
+            behind=partial(_first_of, change=lambda x: x.chunk(mode.size, 1)[mode.coord]),
+        )
+
+    def _sees_whole(self, name: str) -> bool:
+        return not self._wholes.isdisjoint(ancestors(name))
 
     def layer(self, name: str, module: Any, role: Role, heads: Heads | None) -> nn.Module:
         mode = self.mode_at(name)
@@ -243,7 +263,7 @@ class TensorParallel1D(Swap):
         ranks = {self._parameter_at(full).shape[0] for full in found.down}
         if found.role.name == "rowwise" and drops and inputs // self.mode.size in ranks:
             return [
-                f"{name}: its rank is the size of its part of the input, {inputs} / {self.mode.size}, so that dropout "
+                f"{name}: its rank is the size of its part of the input, {inputs} / {self.mode.size}; dropout "
                 f"in it could not tell the two apart; legal: another rank, or no dropout"
             ]
         heads = self._heads_at(found.base)
@@ -296,7 +316,8 @@ class TensorParallel1D(Swap):
         adapter = next((self._adapters[a] for a in ancestors(name) if a in self._adapters), None)
         if adapter is None:
             mode = self.mode_at(name)
-            return partial(rows, mode.size, mode.coord) if mode.sequence_parallel else rows
+            is_cut = mode.sequence_parallel and not self._sees_whole(name)
+            return partial(rows, mode.size, mode.coord) if is_cut else rows
         if adapter.role.name == "colwise":
             return rows
         base: Any = self.module.get_submodule(adapter.base)
@@ -306,7 +327,8 @@ class TensorParallel1D(Swap):
     def share_at(self, name: str) -> Share:
         """What of the stream this rank sees at a module."""
         mode = self.mode_at(name)
-        return Share(tokens=mode.size) if mode.sequence_parallel else Share(tells=mode.coord == 0)
+        is_cut = mode.sequence_parallel and not self._sees_whole(name)
+        return Share(tokens=mode.size) if is_cut else Share(tells=mode.coord == 0)
 
     def _first(self, name: str, module: Any, mode: Tensor1D, role: Role, heads: Heads | None) -> nn.Module:
         transposed = is_transposed(module)
@@ -343,7 +365,7 @@ class TensorParallel1D(Swap):
 
 
 def shared_head(rows: int, role: Role, heads: Heads, parts: int, part: int) -> tuple[SharedHead, int]:
-    """The key head that one part of the queries shares, and the rows of q in a fused weight (0 beside no q)."""
+    """The key head that one part of the queries shares. Also the rows of q in a fused weight, 0 without q."""
     is_fused = role.detail == "qkv"
     width = rows // (heads.query + 2 * heads.key if is_fused else heads.key)
     shared = SharedHead(part * heads.key // parts, heads.key, width)
@@ -353,7 +375,7 @@ def shared_head(rows: int, role: Role, heads: Heads, parts: int, part: int) -> t
 def _around(
     module: nn.Module, before: Callable[[Tensor], Tensor] | None = None, behind: Callable[[Any], Any] | None = None
 ) -> None:  # fmt: skip
-    """Change what a module's forward takes first (by name, the first tensor of numbers [B, T, D]) and what it gives.
+    """Change the first argument of a module's forward (by name, the first float tensor [B, T, D]) and its output.
 
     Its `forward` is replaced, as some models call that itself, which runs no hooks.
     """

@@ -35,7 +35,7 @@ AXIS = "tensor"
 
 @dataclass(frozen=True)
 class Tensor1D:
-    """The strategy: settings that every layer of this mode shares, and how its loss is taken."""
+    """The strategy of 1D tensor parallelism (`TensorStrategy`), with the settings that its layers share."""
 
     comm: Communicator
     vocabulary: int = 0
@@ -85,7 +85,7 @@ class ColwiseLinear(nn.Module):
 
     `input_is_whole`: the parent module has gathered the input already, for several such layers at once.
     `transposed`: the weight is stored [D_in, D_out], as Conv1D of Hugging Face's GPT-2 has it.
-    `blocks`: of the whole output, each cut by itself; with it code sees y with the sizes of the whole.
+    `blocks`: sizes of the whole output's blocks, each cut by itself. With them y shows the whole sizes (`Part`).
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class RowwiseLinear(nn.Module):
 class TablePart(nn.Module):
     """Part `part` of a table [V, D] cut over V: looks ids up, and gives zeros for words of other parts.
 
-    `own`: an embedding with a forward of its own, which acts on each word alone and is run on words of this part.  Then
-    that module stands in the model, with the weight and this forward.
+    `own`: an embedding's own forward, which acts on each word alone.  It is run on the words of this part.  Then that
+    module stands in the model, with the weight and this forward.
     """
 
     def __init__(self, weight: nn.Parameter, part: int, module: nn.Embedding) -> None:
@@ -243,7 +243,7 @@ class PositionEmbedding(nn.Module):
 
 
 class Head(ColwiseLinear):
-    """Linear to the vocabulary: x [B, T(/n), D] -> logits [B, T, V / n]; the last `padded` stand for nothing."""
+    """Linear to the vocabulary: x [B, T(/n), D] -> logits [B, T, V / n]. The last `padded` are the least number."""
 
     def __init__(
         self, mode: Tensor1D, weight: nn.Parameter, bias: nn.Parameter | None, *, padded: int
@@ -273,8 +273,8 @@ def reduce_scatter_to_sequence_region(x: Tensor, mode: Tensor1D) -> Tensor:
     if mode.sequence_parallel:
         if x.shape[1] % mode.size:
             raise ValueError(
-                f"parallel.tensor: {mode.size} ranks do not divide the {x.shape[1]} tokens of {list(x.shape)}, which "
-                f"the model made itself, so that they cannot be padded; legal: multiples of {mode.size}, or "
+                f"parallel.tensor: {mode.size} ranks do not divide the {x.shape[1]} tokens of {list(x.shape)}; the "
+                f"model made them itself, so they cannot be padded; legal: multiples of {mode.size}, or "
                 f"parallel.tensor.sequence_parallel=False"
             )
         return autograd_collectives.reduce_scatter(x, mode.comm, 1)
@@ -282,7 +282,7 @@ def reduce_scatter_to_sequence_region(x: Tensor, mode: Tensor1D) -> Tensor:
 
 
 class _ColwiseLinear(Function):
-    """`enter`, then the product, with backward's communication beside its products."""
+    """`gather_from_sequence_region`, then the product. Backward communicates beside its products."""
 
     @staticmethod
     def forward(
@@ -297,7 +297,9 @@ class _ColwiseLinear(Function):
             return F.linear(_gather_async(x, mode).wait(), weight, bias)
 
         ctx.mode, ctx.queue = mode, queue
-        if queue is not None:  # as they are, not as recomputation would give them back: gradients go to these
+        if (
+            queue is not None
+        ):  # the parameters themselves take the gradients; saved tensors may be recomputed copies
             ctx.given = weight, bias
         if mode.sequence_parallel and mode.regather_inputs:
             ctx.save_for_backward(x, weight)
@@ -336,7 +338,7 @@ class _ColwiseLinear(Function):
 
 
 class _RowwiseLinear(Function):
-    """The product, then `leave`, then the bias."""
+    """The product, then `reduce_scatter_to_sequence_region`, then the bias."""
 
     @staticmethod
     def forward(
@@ -352,7 +354,9 @@ class _RowwiseLinear(Function):
             return y if bias is None else y.add_(bias)
 
         ctx.mode, ctx.queue = mode, queue
-        if queue is not None:  # as they are, not as recomputation would give them back: gradients go to these
+        if (
+            queue is not None
+        ):  # the parameters themselves take the gradients; saved tensors may be recomputed copies
             ctx.given = weight, bias
         ctx.save_for_backward(x, weight)
         return save_for_recompute(product, x)

@@ -1,22 +1,21 @@
 """Shards layers over l x l x l ranks (3D, arXiv 2105.14450), without saving gathered copies.
 
 Note: 3d.
-Rank (i, j, k) holds of the residual stream samples (i, j), one of l^2 parts of the batch, and features k: [B/l^2, T,
-D/l].  A *column-wise* linear takes it to hidden activations of samples (i, k) and features j, a *row-wise* one back, so
-that j and k change places at every linear.  A weight [D_out, D_in] has its outputs cut l times and its inputs l^2
-times.
-No activation and no weight is replicated.  Attention is local: hidden activations have all tokens of their
-samples and the heads of j.  So ids, labels, masks and rotary positions are those of samples (i, k); only the counters
-of dropout, which acts on the residual stream, are those of (i, j), and positions given for each sample are exchanged.
+Of the residual stream rank (i, j, k) holds samples (i, j), one of l^2 parts, and features k: [B/l^2, T, D/l].  A
+*column-wise* linear takes it to hidden activations of samples (i, k) and features j, a *row-wise* one back.  So j and k
+change places at every linear.  A weight [D_out, D_in] has its outputs cut l times and its inputs l^2 times.  No
+activation and no weight is replicated.  Attention is local: hidden activations have all tokens of their samples and the
+heads of j.  So ids, labels, masks and rotary positions are those of samples (i, k); only the counters of dropout, which
+acts on the residual stream, are those of (i, j). Positions given for each sample are exchanged.
 
 Per linear of k inputs and m outputs, with T tokens, payload in elements, all divided by l^2:
     forward     gather of x Tk, gather of w km, reduce-scatter of y Tm
     backward    gathers of dy Tm, w km and x Tk again, reduce-scatters of dx Tk and dw km   (total 3 Tk + 2 Tm + 3 km)
-which is 39 T h + 36 h^2 for a block of 12 h^2 weights.  Keeping the gathered x and w, as Colossal-AI does, would move
-7 T h + 12 h^2 less and hold l times the activations and weights.  Norms add one number a token and statistic
-(LayerNorm 2, RMSNorm 1), forward and backward.  The table is cut as a column-wise linear's weight, V over j and D
-over k and i, so a tied head is one; the embedding looks all ids up in it, sums over j and exchanges features for
-samples over i: T h (1 + 1/l) / l^2 forward and backward, whatever the vocabulary.  The loss never gathers logits.
+which is 39 T h + 36 h^2 for a block of 12 h^2 weights.  Colossal-AI keeps the gathered x and w.  That would move 7 T h
++ 12 h^2 less, and hold l times the activations and weights.  Norms add one number a token and statistic (LayerNorm 2,
+RMSNorm 1), forward and backward.  The table is cut as a column-wise linear's weight, V over j and D over k and i.  So a
+tied head is one; the embedding looks all ids up in it, sums over j and exchanges features for samples over i: T h (1 +
+1/l) / l^2 forward and backward, whatever the vocabulary.  The loss never gathers logits.
 
 Biases, norms and positions are cut l times only; their gradients are terms of a sum over the other two axes.
 Where it pays: 64 ranks and more at T/h below 3 (parallel.md 1.3); at 8 ranks 1D moves about as much.

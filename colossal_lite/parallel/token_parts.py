@@ -2,7 +2,7 @@
 
 Note: tokens.
 On a sequence axis the ids that enter a model are `Part`s (whole_sizes.py), cut in their tokens.  So code sees whole
-sequences: `arange`, slices of tables and masks are of all tokens, and are narrowed to the rank's where they meet its
+sequences: `arange`, slices of tables and masks cover all tokens.  They are narrowed to the rank's where they meet its
 part.  A call that mixes tokens has one of three forms:
     scaled_dot_product_attention, causal or full    the attention of the axis: ring, ulysses, usp, allgather_kv
     any other product of two parts                  all but the first are gathered, so each rank computes its rows of

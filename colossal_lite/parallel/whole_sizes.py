@@ -1,14 +1,13 @@
 """Shows a rank's part of a tensor to a module's own code with the sizes of the whole.
 
 Note: whole sizes.
-The code of an attention or MLP splits, views and chunks by sizes that it keeps under any name, or computes.  All of
-them are of the whole model.  Between a column-wise linear and its row-wise one a rank has a part of the heads or
-features.  A `Part` is that tensor: its `shape` is that of the whole, sizes in calls are divided at the cut, and
-torch computes on the part.  So no attribute of a module is changed, and none has to be found.
+The code of an attention or MLP splits, views and chunks by sizes.  It keeps them under any name, or computes them.  All
+of them are of the whole model.  Between a column-wise linear and its row-wise one a rank has a part of the heads or
+features.  A `Part` is that tensor: its `shape` is that of the whole.  Sizes in calls are divided at the cut, and torch
+computes on the part.  So no attribute of a module is changed, and none has to be found.
 
-The position of the cut after a call is read from two runs of the call on meta tensors, with whole and with local sizes;
-the answer is kept by the call's arguments.  Nothing here is trusted: the proof of a plan (`plan_proof`) runs the model
-so.
+Two runs of a call on meta tensors, with whole and with local sizes, show where the cut is after it; the answer is kept
+by the call's arguments.  Nothing here is trusted: the proof of a plan (`plan_proof`) runs the model so.
 
 A tensor that every rank has whole, and that meets a part, is narrowed to the part's heads or features.  Gradients
 within the region are terms of a sum over the ranks.  The specs of its parameters say so; others enter by `copy`.
@@ -67,8 +66,8 @@ class Cut:
         return replace(self, dim=dim, size=size, blocks=alike)
 
     def taken(self, x: Tensor, dim: int) -> Tensor:
-        """This part of a tensor that every rank has whole, along a dim of this size, or of one entry for each group
-        of heads."""
+        """This part of a tensor that every rank has whole. The dim has this size, or one entry for each group of
+        heads."""
         size = x.shape[dim]
         if size != self.size:
             start, length = self.groups(size)

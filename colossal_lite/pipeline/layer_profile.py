@@ -1,13 +1,14 @@
-"""Measures the time of each unit of a model on this machine, for a partition that no formula knows.
+"""Measures the time of each unit of a model on this machine, for the partition 'profiled'.
 
 Note: profiling.
-One micro-batch passes through the model unit by unit.  It is the first of an `example` of the run's batches.  If the
-model states its sizes, it is made instead, with the fewest samples that the mode can cut and the longest sequence.
-Timed are forward and the two halves of backward, as a split schedule runs them.  A unit's parameters exist, with
+One micro-batch passes through the model unit by unit: the first of an `example` of the run's batches.  Without an
+example it is made from the model's sizes.  It has the fewest samples that the mode can cut, and the longest sequence.
+Forward and the two halves of backward are timed, as a split schedule runs them.  A unit's parameters exist, with
 arbitrary values, only while it runs: a rank never holds more than one unit that is not its own.  Buffers are copies.
-All ranks run all units, together with the ranks that share them, and take the slowest rank's times, so all cut alike.
+All ranks run all units, together with the ranks that share them.  They take the slowest rank's times, so all cut alike.
 Two runs may cut differently, since times vary.  The results of a step do not depend on the cut, but for the order of a
-norm's sum.  Cost: `ROUNDS` times forward and backward of the model on one micro-batch, once.
+norm's sum.
+Cost: `ROUNDS` times forward and backward of the model on one micro-batch, once.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ class Profiler:
     device: torch.device
     dtype: torch.dtype
     example: Batch | None
-    """A micro-batch as the run has them, on this data rank."""
+    """A micro-batch of the run, on this data rank; None: it is made."""
     loss: Loss
 
     def costs(self, sections: Sections, units: Sequence[Unit], facts: ModelFacts | None) -> tuple[Unit, ...]:
-        """`units` with measured seconds of F, I and W. Collective. Raises ValueError for a model without sizes and
-        without an example."""
+        """Measure the seconds of each unit's F, I and W (forward, input half and weight half of backward). Collective.
+
+        Raises ValueError for a model without sizes and without an example."""
         if facts is None and self.example is None:
             raise ValueError(
                 f"parallel.pipeline.partition='profiled': {type(self.module).__name__} states no sizes in a config, so "
@@ -79,9 +81,9 @@ class Profiler:
         )
 
     def _micro_batch(self, facts: ModelFacts | None) -> Batch:
-        """The example, or the smallest that the mode can cut, as this rank sees it."""
+        """The example, or the smallest that the mode can cut, as this rank sees it; one row where it has none of it."""
         if self.example is not None:
-            return self.parallelized.local_part(self.example)
+            return self.parallelized.local_part(self.example).with_one_row()
         assert facts is not None
         for samples in range(1, MOST_SAMPLES):
             ids = (
@@ -100,7 +102,7 @@ class Profiler:
         """[units, 3] seconds of F, I and W."""
         found, carried = [], None
         for index, unit in enumerate(sections.parts):
-            with made_real(self.module, unit, self.device, self.dtype):
+            with allocated_parameters(self.module, unit, self.device, self.dtype):
                 rounds = []
                 for _ in range(ROUNDS):
                     times, given = self._once(sections, index, carried, part, queue)
@@ -112,7 +114,7 @@ class Profiler:
     def _once(
         self, sections: Sections, index: int, carried: Any, part: Batch, queue: WeightGradStore
     ) -> tuple[tuple[float, float, float], Any]:
-        """One unit forward and backward: its times, and what it gives to the next."""
+        """Run one unit forward and backward. Returns its times, and its outputs for the next unit."""
         self.streams.begin(0, part.samples, part.token_positions, tokens=part.tokens)
         came = None if carried is None else _leaves(carried)
         is_last = index == len(sections.parts) - 1
@@ -144,14 +146,14 @@ class Profiler:
 
 
 def _leaves(carried: Any) -> Any:
-    """What a unit gave, as leaves that take gradients where it had any."""
+    """The outputs of a unit, detached. Those that had gradients take gradients."""
     tensors = [t.detach().requires_grad_(t.requires_grad) for t in flat(carried)[1]]
     return MessageMeta.of(carried).packed(tensors)
 
 
 @contextmanager
 def copied_buffers(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Copies of a model's buffers on `device`, for a while: what a forward changes of them is not kept."""
+    """Replaces a model's buffers by copies on `device` inside the context, so a forward's changes are dropped."""
     kept = [(owner, key, own) for owner in module.modules() for key, own in owner._buffers.items()]
     try:
         for owner, key, own in kept:
@@ -163,10 +165,10 @@ def copied_buffers(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def made_real(
+def allocated_parameters(
     module: nn.Module, unit: UnitModules, device: torch.device, dtype: torch.dtype
 ) -> Iterator[None]:
-    """Parameters of one unit with small random values on `device`, ties kept, for a while."""
+    """Allocates the parameters of one unit on `device` inside the context, with small random values. Ties stay tied."""
     generator = torch.Generator(device).manual_seed(0)
     made: dict[int, nn.Parameter] = {}
     owners = [owner for name in unit.modules for owner in module.get_submodule(name).modules()]

@@ -2,11 +2,11 @@
 
 Note: units and names.
 A unit is the smallest thing at which a stage can begin or end: the embedding, the attention and the MLP half of each
-block, the head with its norm.  A `Sections` says which modules each unit has, and runs a stretch of units on the output
-of the unit before.  Integers that every rank has in its batch (ids, positions, document numbers) are never sent.
-Modules of other stages are removed, and an `OtherStageModule` replaces each, so names do not change and a rank holds
-no parameter of another stage.  Every parameter belongs to a unit, or the model is rejected.  A parameter that several
-units use is tied: the stage of each of them holds it.
+block, the head with its norm.  A `Sections` lists the modules of each unit.  It runs a stretch of units on the output
+of the unit before.  Integers that every rank has in its batch (ids, positions, document numbers) are never sent.  An
+`OtherStageModule` replaces each module of other stages.  So names do not change, and a rank holds no parameter of
+another stage.  Every parameter belongs to a unit, or the model is rejected.  A parameter that several units use is
+tied: the stage of each of them holds it.
 
 A model of blocks has them by a trace of its forward (unit_trace.py, traced_sections.py).  A model that is cut elsewhere
 brings its own sections by a method `pipeline_sections()` (docs/pipeline.md).
@@ -210,8 +210,8 @@ def _matrices(model: nn.Module, block: UnitModules, facts: PartitionFacts) -> in
 
 
 def _by_layers(model: nn.Module, part: UnitModules, tokens: int) -> Unit:
-    """A unit of any layers that see every token: a matrix (a kernel, too) costs its FLOPs, a table its
-    lookups, and a vector what is moved of its features."""
+    """A unit of any layers that see every token: a matrix (a kernel, too) costs its FLOPs, a table its lookups, and a
+    vector the bytes moved."""
     f, i, w, numel = 1.0, 1.0, 1.0, 0  # what has no parameters costs little, not nothing
     owners = {id(m): m for name in part.modules for m in model.get_submodule(name).modules()}.values()
     held = [(owner, p) for owner in owners for p in owner.parameters(recurse=False)]

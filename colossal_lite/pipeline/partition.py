@@ -3,12 +3,12 @@
 Note: the search.
 A model is an ordered list of units: the embedding, an attention and an MLP half for each block, and the head with its
 norm and loss.  Between any two passes one residual activation.  So a cut inside a block costs no more bytes than one
-between blocks, and halves the step of load balancing.  A stage is a run of units.  The slowest stage sets the pace: its
+between blocks.  It halves the step of load balancing.  A stage is a run of units.  The slowest stage sets the pace: its
 time is minimized exactly, by dynamic programming over the ends of the stages.  Among those cuts the sum of squares is
 minimized, so that no other stage is slower than it must be.  If a rank has several stages, their sum counts too: units
-move from one stage to another as long as the slowest rank and the slowest stage together get faster.  Of these cuts
-the one with the shortest simulated step is taken.  Memory of a stage: states of its units, and their saved activations
-once for each micro-batch that the schedule lets it hold (`held`).
+move from one stage to another as long as the slowest rank and the slowest stage together get faster.  Of these cuts the
+one with the shortest simulated step is taken.  Memory of a stage: states of its units, and their saved activations once
+for each micro-batch that the schedule lets it hold (`held`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PartitionFacts(Protocol):
 
 
 FLOPS_PER_BYTE = 10.0
-"""What a byte that is moved costs, in FLOPs. Of one core of a CPU: a linear of 768 x 3072 ran at 43 GFLOP/s where the
+"""What a byte that is moved costs, in FLOPs. Of one core of a CPU: a linear of 768 x 3072 ran at 43 GFLOP/s. The
 gradient of a table was made and added at 3.6 GB/s; a GPU has more, and takes more tokens at once."""
 ELEMENT_BYTES = 4
 """Of an activation, and of an entry of a table."""
@@ -75,10 +75,11 @@ STATE_BYTES = 16.0
 
 
 def lookup_costs(tokens: float, numel: float, width: float) -> tuple[float, float, float]:
-    """F, I and W of `tokens` lookups in a table of `numel` elements with rows of `width`, in FLOPs by the bytes moved.
+    """F, I and W of `tokens` lookups in a table of `numel` elements with rows of `width`. In FLOPs, from the bytes
+    moved.
 
-    F reads rows and writes them; there is no I; W reads what came and adds it to its rows, and makes and adds a
-    gradient of the whole table, which for a large vocabulary is the most of it.
+    F reads rows and writes them; there is no I; W reads the output gradients and adds them to the rows. It also makes
+    and adds a gradient of the whole table: with a large vocabulary this is the largest part.
     """
     rows, table = tokens * width * ELEMENT_BYTES, numel * ELEMENT_BYTES
     return FLOPS_PER_BYTE * 2 * rows, 0.0, FLOPS_PER_BYTE * (3 * rows + 4 * table)
@@ -177,12 +178,11 @@ def partition(
     """Cuts units into stages: the slowest stage as fast as can be, equal counts, or the counts that are
     given.
 
-    live: micro-batches that each stage holds (`held`), one by default; placement: rank of each stage, each
-    its own by default; cap_bytes: memory of a rank. With several stages on a rank each may first use the full
-    cap; if their sum is then too much, the cap is shared equally; makespan: seconds of a step with such
-    costs, by which cuts are compared where ranks have several stages. Raises ValueError if there are
-    fewer units than stages, if counts do not cover the units exactly, or if no cut keeps every rank within
-    the cap.
+    live: micro-batches that each stage holds (`held`), one by default; placement: rank of each stage, each its own by
+    default; cap_bytes: memory of a rank. With several stages on a rank each may first use the full cap; if their sum is
+    then too much, the cap is shared equally; makespan: seconds of a step with such costs, by which cuts are compared
+    where ranks have several stages. Raises ValueError for fewer units than stages, and for counts that do not cover the
+    units exactly. It also raises if no cut keeps every rank within the cap.
     """
     held_by = (1,) * stages if live is None else tuple(live)
     rank_of = {stage: stage for stage in range(stages)} if placement is None else placement
@@ -271,8 +271,8 @@ def _rebalance(
 
 
 def _toward_even_ranks(units: Sequence[Unit], cuts: Cuts, rank_of: Mapping[int, int]) -> Iterator[Cuts]:
-    """`cuts`, and those that follow when a unit at a time goes from one stage to another, the stages between shifting
-    by one, as long as the slowest rank and the slowest stage together get faster. O(stages^3) a step."""
+    """`cuts`, and those that follow when one unit at a time moves to another stage. The stages between shift by one. It
+    ends when the slowest rank and the slowest stage together get no faster. O(stages^3) a step."""
     sums = list(accumulate((unit.cost for unit in units), initial=0.0))
     several = len({*rank_of.values()})
 

@@ -3,14 +3,14 @@
 Note: lifetimes.
 F saves, for a stage and micro-batch, the input leaves and one scalar: the *root* of its graph, a node that passes to
 the outputs the gradients it finds when backward begins.  I leaves what W will run.  So outputs are freed once they are
-sent, however long the graph lives.  A received tensor is in a slot, taken where the plan posts the RECV and freed after
-the last I, W or B of that stage and micro-batch.  Slots are counted from the plan and allocated once.  SENDs are
-asynchronous, and at most `IN_FLIGHT` of them hold their tensors.  Waiting for the oldest cannot block for ever: the
-checker has proved the plan for SENDs that wait for their RECV.  Between stages of one rank nothing is copied.
+sent, however long the graph lives.  A received tensor is in a slot.  The RECV takes the slot, and the last I, W or B of
+that stage and micro-batch frees it.  Slots are counted from the plan and allocated once.  SENDs are asynchronous, and
+at most `IN_FLIGHT` of them hold their tensors.  Waiting for the oldest cannot block for ever: the checker has proved
+the plan for SENDs that wait for their RECV.  Between stages of one rank nothing is copied.
 
-Shapes are agreed once.  The first step with micro-batches of a new shape runs the plan whose RECVs block, and every
-message has a header (structure, dtypes, shapes, which take a gradient).  Later steps post their RECVs ahead, and a
-stage whose output then has another structure raises.  A micro-batch without samples is skipped on both sides.
+Shapes are agreed once.  The first step with micro-batches of a new shape runs the plan whose RECVs block.  Then every
+message has a header: structure, dtypes, shapes, and which tensors take a gradient.  Later steps post their RECVs ahead,
+and a stage whose output then has another structure raises.  A micro-batch without samples is skipped on both sides.
 Cost of a message: its bytes, in the ledger; headers are not counted.
 """
 
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.distributed.progress import Progress
@@ -53,14 +54,16 @@ class Work:
 
     forward: (stage, micro-batch, what came in) -> what goes out, of the last stage the loss; before_backward: gradients
     of this stage and micro-batch come now, by B, I or W, and which were deferred until this W;
-    defer_weight_grads: backward inside leaves those of weights for later; is_empty: nothing of this micro-batch is
-    here, and its forward is passed over; gather: does UNSHARD and RESHARD.
+    defer_weight_grads: backward inside leaves those of weights for later; forwards_ended: behind the last F of the
+    list; is_empty: nothing of this micro-batch is here, and its forward is passed over; gather: does FETCH, UNSHARD and
+    RESHARD.
     """
 
     forward: Callable[[int, int, Any], Any]
     before_backward: Callable[[int, int, ActionKind, DeferredWeightGrads], None]
     around_backward: Callable[[], AbstractContextManager[None]]
     defer_weight_grads: Callable[[], AbstractContextManager[DeferredWeightGrads]]
+    forwards_ended: Callable[[], None]
     pass_over: Callable[[], None]
     is_empty: Callable[[int], bool]
     gather: Callable[[Action], None]
@@ -194,6 +197,8 @@ class Runtime:
                 self.progress.phase = self._phase(action)
                 step.start_s = time.perf_counter()
                 step.do(action)
+                if action is step.last_forward:
+                    work.forwards_ended()
                 self.spans.append(ActionSpan(self.comm.coord, action, step.start_s, time.perf_counter()))
             step.finish()
         except BaseException as error:
@@ -226,7 +231,8 @@ class Runtime:
         """Buffers of at least `numel` elements; larger ones take the place of those that are too small."""
         found = self._slots.get(dtype)
         if found is None or found.numel < numel:
-            found = self._slots[dtype] = Pool(numel, planned, dtype, self.device)
+            with _disable_current_modes():  # what the model keeps is measured, not this
+                found = self._slots[dtype] = Pool(numel, planned, dtype, self.device)
         return found
 
     @property
@@ -247,6 +253,7 @@ class _Step:
         self.runtime, self.actions, self.work = runtime, actions, work
         self.shapes, self.agrees = shapes, agrees
         self.last_use = {_subject(a): a for a in actions if a.kind in COMPUTE_KINDS}
+        self.last_forward = next((a for a in reversed(actions) if a.kind is ActionKind.F), None)
         self.came: dict[tuple[ActionKind, Subject], _Arriving] = {}  # by RECV_F or RECV_B
         self.held: dict[Subject, _Held] = {}
         self.leaving: dict[tuple[ActionKind, Subject], tuple[MessageMeta, list[Tensor]]] = {}
@@ -278,7 +285,7 @@ class _Step:
                 self._send(action)
             case ActionKind.RECV_F | ActionKind.RECV_B:
                 self._receive(action)
-            case ActionKind.UNSHARD | ActionKind.RESHARD:
+            case ActionKind.FETCH | ActionKind.UNSHARD | ActionKind.RESHARD:
                 self.work.gather(action)
             case ActionKind.REDUCE:
                 self.work.reduce(action)

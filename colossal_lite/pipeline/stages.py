@@ -157,8 +157,8 @@ def lay_out(
 
 
 def _fastest(units: Sequence[Unit], pipeline: PipelineConfig) -> tuple[Partition, Mapping[int, int]]:
-    """The cut into stages, and the rank of each of them: of the ways in which a schedule's stages may lie, that whose
-    step is done first by the costs of its cut."""
+    """The cut into stages, and the rank of each of them: of the legal placements of a schedule's stages, the one with
+    the shortest step by the costs of its cut."""
     step = StepShape(pipeline.micro_batches or 4 * pipeline.size)
     how = "balanced" if pipeline.partition == "profiled" else pipeline.partition
 
@@ -180,8 +180,8 @@ def _fastest(units: Sequence[Unit], pipeline: PipelineConfig) -> tuple[Partition
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Raises ValueError for hooks on what stages pass over: on the model itself, whose forward none of them runs as a
-    whole, and on blocks of ours, which may be cut between their halves."""
+    """Raises ValueError for hooks on what stages pass over: on the model itself, which no rank runs as a whole. Also on
+    blocks of ours, which may be cut between their halves."""
     blocks = model.blocks if isinstance(model, GPT) else ()
     for module in (model, *blocks):
         kinds = (

@@ -32,7 +32,7 @@ class StepShape:
     accumulation_steps: int = 1
     stages_per_rank: tuple[tuple[int, ...], ...] = ((0,),)
     trainable: tuple[bool, ...] = (True,)
-    reduce: Literal["step", "micro_batch"] = "step"
+    reduce: Literal["step", "micro_batch", "visit"] = "step"
     backward: bool = True
     ahead: bool = True
     costs: StageCosts | None = None
@@ -61,6 +61,7 @@ def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
         step.micro_batches * step.accumulation_steps,
         trainable=step.trainable,
         backward=step.backward,
+        by_visit=step.reduce == "visit",
     )
     memory = None if step.weights is None else step.weights.memory()
     check(plan, shapes={0: shape}, memory=memory, strict=not step.ahead)
@@ -75,7 +76,7 @@ def compute_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
         pipeline.stages_per_rank,
         pipeline.activation_cap,
     )
-    if ranks == 1:
+    if not pipeline.is_staged:
         plan = one_stage(step.micro_batches)
     elif name == "auto":
         plan = auto(ranks, step.micro_batches, chunks, costs=step.costs, cap=cap, placement=step.placement)
@@ -116,4 +117,4 @@ def _refuse_over(cap: int, plan: Plan, name: str) -> None:
 
 def splits_backward(pipeline: PipelineConfig) -> bool:
     """Whether a plan of this schedule may have I and W apart."""
-    return pipeline.size > 1 and SCHEDULES[pipeline.schedule].splits
+    return pipeline.is_staged and SCHEDULES[pipeline.schedule].splits

@@ -2,13 +2,14 @@
 
 Note: how a stretch runs.
 The model's own forward runs on every stage.  Until the first unit of the stretch, modules of other stages are replaced:
-those before the blocks give zeros of the shape that they would give, blocks hand through what they are given, and the
-block before the stretch gives what came in.  At the end of the stretch the forward is left.  So masks, positions and
-tables are the model's own on every stage, and its code is not changed.  Cost: the model's code before the first block
+those before the blocks give zeros of the right shape.  Blocks return their input, and the block before the stretch
+returns what came in.  At the end of the stretch the forward is left.  So masks, positions and tables are the model's
+own on every stage, and its code is not changed.
+Cost: the model's code before the first block
 runs on every stage, on zeros that hold one element.
 
-Before it is used, each unit of the traced copy is run alone.  If the copy has values, the loss and every gradient of
-the chain of units must be those of the model.
+Before it is used, each unit of the traced copy is run alone.  If the copy has values, the chain of units must give the
+loss and every gradient of the model.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ class UnitTrace:
 
 
 def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module]:
-    """The units of a model of blocks, in the order in which one forward on ids calls them, and the copy that was run:
-    with values if it is small.
+    """The units of a model of blocks, in the order of their calls in one forward, and the copy that was run: with
+    values if it is small.
 
     Only shapes and buffers of the model are read, and nothing of it is changed. Raises UnitsError for a model without
     blocks, and for one that passes more than one tensor from block to block.
@@ -239,8 +239,8 @@ class _Watch(TorchDispatchMode):
         own = own or [n for n in names if self._block_of(n) < 0]
         if not own:
             raise UnitsError(
-                f"{self._where()}: {names[0]} is read outside its block; legal: blocks called as modules, block(x), "
-                f"and weights that only their own block reads, or that are the same Parameter in both (tied)"
+                f"{self._where()}: {names[0]} is read outside its block; legal: blocks called as modules, block(x); "
+                f"weights that only their own block reads, or that are the same Parameter in both (tied)"
             )
         for name in own:
             self.readers.setdefault(name, set()).add(self.unit)

@@ -43,7 +43,7 @@ def _problems(
         )
     pipeline = config.parallel.pipeline
     most = MOST_SUBJECTS // pipeline.stages
-    if pipeline.size > 1 and (pipeline.micro_batches or 1) > most:
+    if pipeline.is_staged and (pipeline.micro_batches or 1) > most:
         rule = f"is too many to plan on {pipeline.stages} stages"
         yield Problem("parallel.pipeline.micro_batches", pipeline.micro_batches, rule, f"up to {most:,}")
     if facts is None:

@@ -84,7 +84,14 @@ def _of_function(place: str, name: str) -> Builder:
 
 
 def _built(function: Callable[[], Any], name: str) -> nn.Module:
-    made = function()
+    try:
+        made = function()
+    except Exception as error:  # as above
+        first, *_ = str(error).splitlines() or [""]
+        raise ValueError(
+            f"model: {name}: {type(error).__name__}: {first}; legal: a function that builds a module, also on the meta "
+            f"device; a Hugging Face folder is planned by its path"
+        ) from error
     if not isinstance(made, nn.Module):
         raise ValueError(f"model: {name} returns a {type(made).__name__}; legal: an nn.Module")
     return made

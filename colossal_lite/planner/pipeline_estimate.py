@@ -1,6 +1,6 @@
 """Plans a run with a pipeline: measures its stages one by one, and walks a rank's list of actions.
 
-Note: the peak of the list is the memory of a step, and its sends are the traffic of a step.
+Note: the fullest moment of the list gives the memory of a step, and its sends give the traffic.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
+from colossal_lite.offload.placement import StatePlacement
 from colossal_lite.pipeline.model_units import traced_units
 from colossal_lite.pipeline.stages import Stages, lay_out
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, step_plan
@@ -59,11 +60,9 @@ def staged_plan(
     count, pieces = _pieces(config, batch, mesh)
     builder = partial(GPT, model) if isinstance(model, GPTConfig) else model
     module, done, streams = dry.built(builder)
-    whole_units = traced_units(on_meta(builder))
+    units = traced_units(on_meta(builder))
     # Nothing runs here, so stages that a run cuts by measured time are cut by the formula.
-    stages = lay_out(
-        module, facts, pipeline, mesh.coord("pipeline"), None, whole_units and whole_units.on(module)
-    )
+    stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"), None, units and units.on(module))
     whole = dry.whole(module, done)
     packed = whole.packed(config, mesh.layout, stages.homes)
     mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
@@ -76,24 +75,19 @@ def staged_plan(
     made, first = step_plan(pipeline, shape), step_plan(pipeline, replace(shape, ahead=False))
     slots = max(most_arrivals(plan[stages.coord]) for plan in (made, first))
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
-    unread = 0
-    if mesh.shares_memory:
-        unread = max(
-            _unread(made, stages, chunks, costs, pieces, 0, blocks=False),
-            _unread(first, stages, chunks, costs, pieces, HEADER_BYTES, blocks=True),
-        )
+    unread = _unread(made, first, stages, chunks, costs, pieces) if mesh.shares_memory else 0
     mesh.ledger.clear()
     _record_pipeline(
         made[stages.coord], chunks, frozen, packed, config, mesh, whole, costs, pieces, stages
     )  # fmt: skip
-    local = Whole(
-        {n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
-        {n: numel for n, numel in whole.frozen.items() if stages.holds(n)},
-        whole.specs, whole.names, whole.blocks, whole.reported_numbers,
-    )  # fmt: skip
+    local = replace(
+        whole,
+        trainable={n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
+        frozen={n: numel for n, numel in whole.frozen.items() if stages.holds(n)},
+    )
     rows = mesh.ledger.rows()
     assert shape.costs is not None
-    memory, updates = _pipeline_memory(
+    memory, placed, updates = _pipeline_memory(
         made[stages.coord], chunks, frozen, config, local, costs, pieces, stages, slots
     )
     timeline = simulate(compute_plan(pipeline, shape), shape.costs)
@@ -110,8 +104,9 @@ def staged_plan(
             Term("micro-batches", count, "of each accumulated part"),
         ),
         micro_batches=pieces,
-        device_bytes=device_bytes,
-        schedule=_told(pipeline, shape, stages, timeline),
+        device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
+        memory_budget=str(placed) if placed else "",
+        schedule=_schedule_text(pipeline, shape, stages, timeline),
         timeline=timeline,
         updates=updates,
         libraries_bytes=libraries_bytes(config),
@@ -119,7 +114,8 @@ def staged_plan(
 
 
 def _pieces(config: Config, batch: int, mesh: Mesh) -> tuple[int, tuple[int, ...]]:
-    """Micro-batches of each accumulated part, and the samples of each of this rank's. Raises ConfigError."""
+    """Number of micro-batches in each accumulated part, and the samples of each one on this rank. Raises
+    ConfigError."""
     data = mesh.size("data")
     sizes = [stop - start for start, stop in (cut(batch, data, part) for part in range(data))]
     try:
@@ -138,6 +134,7 @@ def _record_pipeline(
     costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages,
 ) -> None:  # fmt: skip
     """Record the communication of one rank's list, and of the rest of a step."""
+    sharding = sharding_of(config)
     if mesh.size("data") > 1:
         mesh.axis("data").all_gather(
             torch.empty(1, max(1, whole.reported_numbers), dtype=torch.int64, device=META)
@@ -156,6 +153,10 @@ def _record_pipeline(
         elif action.kind is ActionKind.REDUCE:
             of[action.chunk or 0].start_reduce()
             of[action.chunk or 0].finish_reduce()
+        elif action.kind is ActionKind.UPDATE and sharding.updates_in_backward:
+            of[action.chunk or 0].conclude()
+            of[action.chunk or 0].keep_squares()
+            of[action.chunk or 0].free_gradient()
         elif size and action.kind in SENDS:
             assert action.stage is not None
             source = action.stage if action.kind is ActionKind.SEND_F else action.stage - 1
@@ -164,17 +165,18 @@ def _record_pipeline(
             cost = costs[size][action.stage or 0]
             for key, total in cost.payload.items():
                 mesh.ledger.add(*key, total, calls=cost.calls[key])
-    for chunk in chunks:
+    if sharding.updates_in_backward:
+        mesh.world.all_reduce(torch.empty(3, dtype=torch.float64, device=META))  # loss, weight, apart
+    for chunk in chunks if not sharding.updates_in_backward else ():
         chunk.conclude()
-    record_agreement(chunks, [*filter(trains, packed)], sharding_of(config), mesh, whole)
+    record_agreement(chunks, [*filter(trains, packed)], sharding, mesh, whole)
 
 
 def _pipeline_memory(
     actions: Sequence[Action], chunks: tuple[Chunk, ...], frozen: tuple[WeightChunk, ...], config: Config,
     whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
-) -> tuple[tuple[MemoryTerm, ...], str]:  # fmt: skip
-    """The rows of any plan, at the fullest moment of the list, with `slots` of messages; and where
-    updates run, in words."""
+) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None, str]:  # fmt: skip
+    """As `memory_rows`, at the fullest moment of the list, with `slots` of messages."""
     # Other ranks' gradients of a tied chunk are received beside it and summed in a buffer of their own.
     tied = {
         chunk.spec.id: len(stages.holders(stages_of(chunk.spec))) * _whole_bytes(chunk) for chunk in chunks
@@ -187,16 +189,14 @@ def _pipeline_memory(
     numels = {index: chunk.spec.numel for index, chunk in weights.items()}
     parts = {index: chunk.part_numel for index, chunk in weights.items() if chunk.part_numel}
     gathered = gather_slots(actions, numels, parts)
-    rows, _, updates = memory_rows(
-        config, chunks, GatherPlan((), (), gathered.arena_numel, gathered.live_numel), whole, worst, frozen
-    )
     largest = 0
     for action in actions:
         if action.kind in SENDS.values() and pieces[action.micro_batch or 0]:
             source = (action.stage or 0) - (action.kind is ActionKind.RECV_F)
             largest = max(largest, costs[pieces[action.micro_batch or 0]][source].sent)
     messages = MemoryTerm("messages", slots * largest, "slots of what comes from other stages")
-    return (*rows, messages), updates
+    gathers = GatherPlan((), (), gathered.arena_numel, gathered.live_numel)
+    return memory_rows(config, chunks, gathers, whole, worst, frozen, actions=actions, messages=messages)
 
 
 def _whole_bytes(chunk: Chunk) -> int:
@@ -205,13 +205,15 @@ def _whole_bytes(chunk: Chunk) -> int:
 
 
 def _unread(
-    made: Plan, stages: Stages, chunks: tuple[Chunk, ...], costs: Mapping[int, Mapping[int, StageCost]],
-    pieces: Sequence[int], header_bytes: int, *, blocks: bool,
+    made: Plan, first: Plan, stages: Stages, chunks: tuple[Chunk, ...],
+    costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int],
 ) -> int:  # fmt: skip
-    """The most host memory that unread messages of this rank take, if they pass through shared memory."""
+    """The most host memory that unread messages of this rank take in shared memory, in any step.
+
+    The RECVs of the first step block, and its messages have headers."""
     of = {chunk.spec.id: chunk for chunk in chunks}
 
-    def sent_bytes(action: Action) -> int:
+    def sent_bytes(action: Action, header_bytes: int) -> int:
         if action.kind is ActionKind.TIED_REDUCE:
             chunk = of[action.chunk or 0]
             return (len(stages.holders(stages_of(chunk.spec))) - 1) * _whole_bytes(chunk)
@@ -220,11 +222,16 @@ def _unread(
         source = (action.stage or 0) - (action.kind is ActionKind.SEND_B)
         return costs[pieces[action.micro_batch or 0]][source].sent + header_bytes
 
-    return most_unread(made, stages.coord, sent_bytes, blocks=blocks)
+    return max(
+        most_unread(made, stages.coord, partial(sent_bytes, header_bytes=0), blocks=False),
+        most_unread(first, stages.coord, partial(sent_bytes, header_bytes=HEADER_BYTES), blocks=True),
+    )
 
 
-def _told(pipeline: PipelineConfig, step: StepShape, stages: Stages, timeline: ScheduleTimeline) -> str:
-    """The schedule with the costs of its stages: its cut, its bubble, and the activations of its ranks."""
+def _schedule_text(
+    pipeline: PipelineConfig, step: StepShape, stages: Stages, timeline: ScheduleTimeline
+) -> str:
+    """Describes the schedule: the cut with its stages' costs, the bubble, and the activations of each rank."""
     live = ", ".join(map(str, check(compute_plan(pipeline, step)).live))
     return "\n".join(
         [

@@ -63,7 +63,7 @@ def plan(
     config, facts = _check_request(Config.load(config), model, batch, sequence, world_size, rank)
     mesh = Mesh.recording(config.layout(), rank, one_host=one_host and config.backend == "auto")
     dry = DryRun(config, mesh, sequence, layers, trains)
-    if config.parallel.pipeline.size > 1:
+    if config.parallel.pipeline.is_staged:
         return staged_plan(dry, model, facts, batch, device_bytes)
     pieces = samples_of(config, batch, mesh)
     whole, cost = measured(dry, model, max(pieces) or 1)

@@ -17,7 +17,7 @@ from colossal_lite.schedule.simulator import ScheduleTimeline
 
 # Overheads of a process on a CPU, with torch 2.13 and glibc 2.36 on 2026-11-21; a test measures both again.  Libraries:
 # resident memory of two steps of a model of 50 KB, less that of importing torch.  Allocator: glibc keeps 14 to 26 % of
-# the memory that a step frees, over five models of 260 to 620 MB.  With its threshold for mapping at 128 KiB
+# a step's freed memory, over five models of 260 to 620 MB.  With its threshold for mapping at 128 KiB
 # (MALLOC_MMAP_THRESHOLD_) it keeps nothing.
 LIBRARIES_BYTES = 40 * 2**20
 COMPILER_BYTES = 140 * 2**20

@@ -30,14 +30,22 @@ from colossal_lite.offload.placement import StatePlacement
 from colossal_lite.planner.dry_run import META, Cost, Whole, bytes_of
 from colossal_lite.planner.run_plan import MemoryTerm, Term
 from colossal_lite.schedule.gather_plan import GatherPlan
+from colossal_lite.schedule.plan import Action
 from colossal_lite.zero.build_chunks import host_room, sharding_of, slots_of
 from colossal_lite.zero.grad_norm import in_order, ordered_squares
 from colossal_lite.zero.optimizer import ORIGINS, ChunkOptimizer
-from colossal_lite.zero.state_pieces import beside_of, fixed_of, pieces_of, placed_by, update_bytes_of
+from colossal_lite.zero.state_pieces import (
+    StepUses,
+    beside_of,
+    fixed_of,
+    pieces_of,
+    placed_by,
+    update_bytes_of,
+)
 from colossal_lite.zero.update_choice import UpdateChoice
 
 TIERS = ("device", "host", "disk")
-BESIDE_STATE = ("gathered", "frozen", "activations", "logits", "temporaries")
+BESIDE_STATE = ("gathered", "frozen", "activations", "logits", "temporaries", "messages")
 
 
 def record_step(
@@ -48,17 +56,17 @@ def record_step(
     if whole.reported_numbers:
         mesh.axis("data").all_gather(torch.empty(1, whole.reported_numbers, dtype=torch.int64, device=META))
     sharding = sharding_of(config)
-    for _ in range(config.gradient_accumulation if sharding.by_micro_batch else 1):
+    for part in reversed(range(config.gradient_accumulation if sharding.by_micro_batch else 1)):
         for chunk in reversed(chunks):
             chunk.start_reduce()
             chunk.finish_reduce()
-            if sharding.frees_gradient_on_update:
+            if sharding.updates_in_backward and part == 0:
                 chunk.conclude()
                 chunk.keep_squares()
                 chunk.free_gradient()
-    if sharding.frees_gradient_on_update:
+    if sharding.updates_in_backward:
         mesh.world.all_reduce(torch.empty(3, dtype=torch.float64, device=META))  # loss, weight, apart
-    for chunk in chunks if not sharding.frees_gradient_on_update else ():
+    for chunk in chunks if not sharding.updates_in_backward else ():
         chunk.conclude()
     record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
     for near in (False, True):
@@ -89,10 +97,12 @@ def record_agreement(
 
 def memory_rows(
     config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost,
-    frozen: tuple[WeightChunk, ...] = (), operations: float = 0.0,
+    frozen: tuple[WeightChunk, ...] = (), operations: float = 0.0, actions: Sequence[Action] | None = None,
+    messages: MemoryTerm | None = None,
 ) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None, str]:  # fmt: skip
     """The memory of a rank, row by row; under a budget the placement of its state; and where its updates run, in
-    words. `operations` as `UpdateChoice` has them."""
+    words. `operations` as `UpdateChoice` has them; `actions`: this rank's list of a step in a pipeline, `messages`: the
+    row of its messages."""
     choice = UpdateChoice(config.memory, TORCH, META, operations=operations)
     optimizer = ChunkOptimizer(
         chunks,
@@ -112,10 +122,15 @@ def memory_rows(
         *_state_rows(config, chunks, optimizer),
         _frozen_row(config, whole, frozen),
         *_activation_rows(config, cost, update_bytes_of(config.memory, chunks, optimizer)),
+        *([] if messages is None else [messages]),
     )
     placed = None
     if config.memory.moves:
-        placed = _placed(config, chunks, gathers, frozen, optimizer, rows)
+        plan = gathers if any(chunk.is_sharded for chunk in (*chunks, *frozen)) else None
+        uses = StepUses.of_trace(plan, config.gradient_accumulation, len(chunks))
+        if actions is not None:
+            uses = StepUses.of_list(actions)
+        placed = _placed(config, chunks, uses, frozen, optimizer, rows)
         origins = {row.kind: row.origin for row in rows} | ORIGINS
         origins["optimizer"] = f"{config.optimizer.type}, with its masters"
         rows = tuple(MemoryTerm(kind, held, origins[kind], tier) for kind, tier, held in placed.rows)
@@ -129,7 +144,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _weight_rows(config: Config, chunks: Sequence[Chunk], gathers: GatherPlan) -> tuple[MemoryTerm, ...]:
     compute = Precision.of(config.precision).compute
-    units = "stages" if config.parallel.pipeline.size > 1 else "blocks"
+    units = "stages" if config.parallel.pipeline.is_staged else "blocks"
     numel = sum(chunk.spec.numel for chunk in chunks)
     used = sum(chunk.spec.used_numel for chunk in chunks)
     return (
@@ -184,9 +199,7 @@ def _frozen_row(config: Config, whole: Whole, frozen: Sequence[WeightChunk]) -> 
 def _activation_rows(config: Config, cost: Cost, update_bytes: int) -> tuple[MemoryTerm, ...]:
     """Activations at the end of forward, and the temporaries on top of them at the peak."""
     peak = max(cost.until, cost.after, update_bytes)
-    if sharding_of(
-        config
-    ).frees_gradient_on_update:  # an update runs beside activations that backward still needs
+    if sharding_of(config).updates_in_backward:  # an update runs beside activations that backward still needs
         peak = max(cost.until, cost.after) + update_bytes
     kept = min(cost.kept, peak)
     origin = f"kept for backward, checkpointing {config.activation_checkpoint}"
@@ -198,16 +211,17 @@ def _activation_rows(config: Config, cost: Cost, update_bytes: int) -> tuple[Mem
 
 
 def _placed(
-    config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, frozen: tuple[WeightChunk, ...],
+    config: Config, chunks: tuple[Chunk, ...], uses: StepUses, frozen: tuple[WeightChunk, ...],
     optimizer: ChunkOptimizer, rows: Sequence[MemoryTerm],
 ) -> StatePlacement:  # fmt: skip
     """The placement of the state under the budget of the config, beside these rows."""
-    parts = config.gradient_accumulation
-    plan = gathers if any(chunk.is_sharded for chunk in (*chunks, *frozen)) else None
-    fixed = fixed_of(chunks, optimizer) | {row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE}
-    pieces = pieces_of(chunks, optimizer, plan, parts, frozen)
+    is_staged = config.parallel.pipeline.is_staged
+    fixed = fixed_of(chunks, optimizer, is_staged=is_staged)
+    fixed |= {row.kind: row.bytes for row in rows if row.kind in BESIDE_STATE}
+    pieces = pieces_of(chunks, optimizer, uses, frozen)
     fixed["frozen"] -= sum(piece.bytes for piece in pieces if piece.name.kind is StateKind.FROZEN)
-    return placed_by(config.memory, pieces, fixed, META, beside_of(chunks, optimizer, parts))
+    beside = beside_of(chunks, optimizer, config.gradient_accumulation, is_staged=is_staged)
+    return placed_by(config.memory, pieces, fixed, META, beside)
 
 
 def _frozen_bytes(whole: Whole, frozen: Sequence[WeightChunk], precision: Precision) -> int:

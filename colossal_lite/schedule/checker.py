@@ -39,8 +39,8 @@ class Footprint:
 class Reading(PlanNodes):
     """A plan read under the rules of the language.
 
-    hops: for a need on another rank in a plan without messages, the SEND that it stands for. sender: SEND node
-    of each RECV. meets: nodes of each TIED_REDUCE.
+    A node is the number of an action in the lists, one rank after the other. hops: in a plan without messages, the SEND
+    that a need on another rank stands for. sender: SEND node of each RECV. meets: nodes of each TIED_REDUCE.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Reading(PlanNodes):
         self.meets = list(groups.values())
 
     def blocked(self, strict: bool = False) -> dict[int, list[int]]:
-        """The first action of each rank that can never run, and what it waits for, if SENDs block until their
+        """The first action of each rank that can never run, and the actions that it waits for. SENDs block until their
         RECV is posted; with `strict`, RECVs also block until their SEND is. Empty if the plan runs to its end."""
 
         def before(node: int) -> list[int]:
@@ -301,8 +301,9 @@ def check(
     cap: int | None = None,
     strict: bool = False,
 ) -> Footprint:
-    """Proves that a plan does all of its work once and in order, pairs its messages, cannot block, uses nothing
-    before it is there, and fits its memory.
+    """Proves that a plan does all of its work once and in order, cannot block, and fits its memory.
+
+    Messages must pair, and whatever an action uses must be there.
 
     shapes: for each task what must be done; by default what the plan's largest indices say. memory: chunks,
     tiers and budgets; by default what its moves say. cap: most activations (of one F) that a rank may hold.

@@ -108,9 +108,8 @@ class StageCost:
 class Walk:
     """Computes the live bytes beside the state of a rank and the slots of its messages, action by action.
 
-    cost_of: of a stage and micro-batch, None where that has no samples; tied_bytes: what a TIED_REDUCE of a chunk
-    needs beside it. Afterwards `kept` is the most that a forward has left (`logits` of it are logits), `most` the
-    most at any moment.
+    cost_of: of a stage and micro-batch, None where that has no samples; tied_bytes: what a TIED_REDUCE of a chunk needs
+    beside it. Afterwards `kept` is the most that a forward has left, `logits` the logits in it, and `most` the peak.
     """
 
     def __init__(

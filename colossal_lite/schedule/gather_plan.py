@@ -2,23 +2,23 @@
 
 Note: moments.
 The weights of a model are read unit by unit: a block, or a module outside the blocks.  A *moment* lasts as long as one
-unit computes.  A micro-batch is the moments of its forward, then those of its backward, as the first micro-batch has
-shown them (`Trace`).  The trace decides everything, once for a run.  Chunk c is resident at moment m if a moment from
-m to m + prefetch needs it.  So it is gathered `prefetch` moments before its use, and dropped when the next unit begins.
-A chunk that would be gathered again at once (at the turn from forward to backward) is not dropped.  Without
+unit computes.  A micro-batch has the moments of its forward, then those of its backward.  The first micro-batch shows
+them (`Trace`).  The trace decides everything, once for a run.  Chunk c is resident at moment m if a moment from m to m
++ prefetch needs it.  So it is gathered `prefetch` moments before its use, and dropped when the next unit begins.  A
+chunk that would be gathered again at once (at the turn from forward to backward) is not dropped.  Without
 `reshard_after_forward` it is resident from its first use to its last.  A resident chunk has an interval of moments.
 Packing these (schedule/interval_packing.py) gives its offset in one arena, whose size is the peak.
 
-Where `reshard_after_forward` is a number g, g neighbours each store a part of a chunk from its first drop on, if a
-micro-batch gathers it more than once.  Later gathers are over these g ranks, for P / g more elements, which lie behind
-the slots.
+If `reshard_after_forward` is a number g, g neighbours each store a part of a chunk from its first drop on.  It applies
+to chunks that a micro-batch gathers more than once.  Later gathers are over these g ranks, for P / g more elements,
+which lie behind the slots.
 
 A shard that is on the host is fetched into its part of the slot when its chunk becomes resident.  The shards of the
-others are gathered beside it a moment before the use, or at the use if it was fetched only a moment before.
+others are gathered beside it a moment before the use.  A chunk fetched only a moment before is gathered at its use.
 
-Cost of a micro-batch in elements: P chunks are gathered once in forward.  In backward they are gathered again, less
-those whose weights backward does not read (embeddings) and those not dropped at the turn.  So k micro-batches move at
-most 2 k w P.
+Cost of a micro-batch in elements: P chunks are gathered once in forward.  Backward gathers
+them again, except those that it does not read (embeddings) and those not dropped at the turn.  So k micro-batches move
+at most 2 k w P bytes of w-byte weights.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ Needs = frozenset[int]
 
 @dataclass(frozen=True)
 class GatherMoment:
-    """What one moment of computing reads; `launched`: number of chunks, from the last, whose sums have started before
-    it."""
+    """What one moment of computing reads. `launched`: how many chunks, counted from the last, have begun their sums."""
 
     needs: Needs
     launched: int = 0
@@ -53,9 +52,11 @@ class Trace:
     backward: tuple[GatherMoment, ...]
 
     def covering(self, contexts: Mapping[int, Needs], units: Mapping[int, Needs]) -> Trace:
-        """Add moments for the chunks that were not read at all (a branch not taken). In forward they are behind those
-        before them in the model's order, in backward behind those after them. For each chunk `contexts` says what its
-        modules need in forward, `units`, in that order, what is gathered with it in backward."""
+        """Add moments for the chunks that were not read at all (a branch not taken).
+
+        In forward such a moment follows those of earlier chunks of the model, in backward those of later ones.
+        `contexts`: the chunks that each needs in forward. `units`: those gathered with it in backward, in the order of
+        the model."""
         forward, backward = list(self.forward), list(self.backward)
         seen: Needs = frozenset(chunk for moment in self.forward for chunk in moment.needs)
         place = {chunk: number for number, chunk in enumerate(units)}
@@ -76,8 +77,8 @@ class GatherStep:
     """A moment as it is executed: first the actions, then the computing that needs `needs`.
 
     `resident`: chunks that are gathered or in flight after the actions, each with its offset in the arena.
-    `launched`: number of chunks whose sums have started by then. Chunks that are complete sooner start sooner, but
-    not before the step before.
+    `launched`: number of chunks whose sums have started by then. A chunk that is complete sooner starts its sum sooner,
+    but not before the previous step.
     """
 
     needs: Needs
@@ -95,7 +96,7 @@ class GatherPlan:
     arena_numel: int
     live_numel: int
     kept: Mapping[int, int] = field(default_factory=dict)
-    """Chunks that neighbours store in parts from the first drop on, with its offset in the arena."""
+    """Chunks that neighbours store in parts from the first drop on, each with its part's offset in the arena."""
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -108,7 +109,7 @@ class GatherPlan:
         )
 
     def gathers(self, *, near: bool | None = None) -> Mapping[int, int]:
-        """How often a micro-batch gathers each chunk; `near`: from its neighbours, or else from all ranks of a copy."""
+        """How often a micro-batch gathers each chunk. `near`: only from neighbours; False: only from all ranks."""
         times: dict[int, int] = {}
         for action in self.actions:
             if action.kind is ActionKind.UNSHARD and action.chunk is not None:
@@ -127,8 +128,9 @@ class GatherPlan:
         return times
 
     def read_late(self, num_chunks: int) -> frozenset[int]:
-        """Of `num_chunks` chunks that train, those whose shard backward reads when their gradients may be
-        complete."""
+        """The trained chunks whose shard backward may still read after their gradients are complete.
+
+        So their updates cannot run in backward. `num_chunks`: how many chunks train."""
         return frozenset(
             action.chunk
             for step in self.backward
@@ -157,7 +159,7 @@ def gather_plan(
     moments = (*trace.forward, *trace.backward)
     resident = residents([m.needs for m in moments], prefetch, reshard_after_forward)
     places = _places(resident, numels)
-    gathers = _gathers([m.needs for m in moments], resident, on_host)
+    gathers = gathers_of([m.needs for m in moments], resident, on_host)
     first: dict[int, int] = {}
     for chunk, moment_of in sorted(gathers, key=lambda found: found[1]):
         first.setdefault(chunk, moment_of)
@@ -188,8 +190,8 @@ def gather_plan(
 
 
 def parts_behind(slots_numel: int, again: set[int], parts: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """Of the chunks that are gathered `again` those that neighbours store in `parts`, with the offsets of these behind
-    the slots, and the elements of the whole arena."""
+    """The chunks gathered `again` that neighbours store in `parts`, each with its part's offset behind the slots. Also
+    returns the elements of the whole arena."""
     kept, arena_numel = dict[int, int](), slots_numel
     for chunk in sorted(again & parts.keys()):
         kept[chunk] = arena_numel
@@ -221,10 +223,10 @@ def residents(needs: Sequence[Needs], prefetch: int, reshard: bool) -> list[list
     return [[c for c in first if first[c] - prefetch <= m <= last[c]] for m in range(len(needs))]
 
 
-def _gathers(
+def gathers_of(
     needs: Sequence[Needs], resident: Sequence[Sequence[int]], on_host: Needs
 ) -> set[tuple[int, int]]:
-    """(chunk, moment) of every gather."""
+    """(chunk, moment) of every gather; of chunks `on_host` it comes after the fetch of this rank's shard."""
     found = set()
     for chunk, start, stop in _runs(resident):
         use = next((m for m in range(start, stop + 1) if chunk in needs[m]), stop)

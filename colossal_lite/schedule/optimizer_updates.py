@@ -1,28 +1,27 @@
 """Plans the order in which optimizer state is copied and updated in a step.
 
 Note: streaming.
-State on the host is brought to the device chunk by chunk: FETCH, UPDATE, EVICT.  With `ahead` chunks fetched before
-the one that is updated, and one on its way back, `ahead + 2` slots hold the state on the device.  The link is used in
-both directions at once.  Each byte of state crosses once each way in a step.  Nothing is used twice, so no order of
-eviction moves less.
-A step does not wait for its own updates (zero/deferred_updates.py).  They run during the next forward, each before the
-first unit that reads its weights.  The moves behind an update in the plan start with it.  So a copy hides behind the
-forward of several units, and the first fetches hide behind a full backward.  `run_of` is a run of such steps: the
-simulator says what it costs, and how long its computing waits.
-State on disk passes through the host both ways.  A record has a slot there from its read to its copy up, and another
-from its copy down to its write.  The disk is read and written at once, each in the order of the updates.  Where only
-some records are on disk, they are read as if there were no others.  The next ones are read when one of them is
-updated, however many chunks lie between.  Their updates and copies then hide a slow disk.
+State on the host is brought to the device chunk by chunk: FETCH, UPDATE, EVICT.  One chunk is updated, `ahead` others
+are fetched, and one is copied back.  So `ahead + 2` slots hold the state on the device.  The link is used in both
+directions at once.  Each byte of state crosses once each way in a step.  Nothing is used twice, so no order of eviction
+moves less.  A step does not wait for its own updates (zero/deferred_updates.py).  They run during the next forward,
+each before the first unit that reads its weights.  The moves behind an update in the plan start with it.  So a copy
+hides behind the forward of several units, and the first fetches hide behind a full backward.  `run_of` is a run of such
+steps: the simulator says what it costs, and how long its computing waits.  State on disk passes through the host both
+ways.  A record has a slot there from its read to its copy up.  It has another from its copy down to its write.  The
+disk is read and written at once, each in the order of the updates.  Where only some records are on disk, they are read
+as if there were no others.  The next ones are read when one of them is updated, however many chunks lie between.  Their
+updates and copies then hide a slow disk.
 
 Note: updates on the host.
 A chunk may be updated on the host, where its state is (`on_host`), on one lane of the host's own.  Then its record is
 not copied.  Its gradient comes down, and so do its weights if they are their own masters or half of them.  The new
 weights go up.  These are chunks of their own in the plan: of n chunks with states, `#n+c` is the gradient of c and
-`#2n+c` are its weights.  Such an update does not block the issuer, so all of them may start as soon as the norm is
-known.  The forward waits for the weights that it reads.  Each chunk chooses where it is updated.  Others may be
-updated on the device between them (arXiv 2410.21316; schedule/update_mix.py decides).  Then records are fetched
-`ahead` chunks before their turn, and updates on the host begin `ahead_down` chunks before theirs.
-With `early` a gradient comes down in backward, as soon as it is summed, and has a slot of its own until its update.
+`#2n+c` are its weights.  Such an update does not block the caller.  So all of them may start as soon as the norm is
+known.  The forward waits for the weights that it reads.  Each chunk chooses where it is updated.  Others may be updated
+on the device between them (arXiv 2410.21316; schedule/update_mix.py decides).  Then records are fetched `ahead` chunks
+before their turn, and updates on the host begin `ahead_down` chunks before theirs.  With `early` a gradient is copied
+down in backward, as soon as it is summed.  It has a slot of its own until its update.
 """
 
 from __future__ import annotations
@@ -82,11 +81,11 @@ def update_plan(
 
     `ahead`: the state is fetched from the host so many chunks before its update, and evicted after it. None: it is on
     the device. `ahead_down`: the same of what comes down for an update on the host; None: `ahead`. `below`: the state
-    of the chunks `on_disk` (None: of all) is on disk, and is read so many of those chunks before it would be fetched if
-    there were no others. None: it is on the host. `moving`: the chunks with state off the device; None: all.
-    `on_host`: chunks that are updated on the host, and what of them crosses the link; with `backward` none of it
-    before their turn, because their gradients come one after the other. `early`: their gradients have come in backward,
-    before the plan begins."""
+    of the chunks `on_disk` (None: of all) is on disk. It is read so many of those chunks before it would be fetched
+    without the others. None: it is on the host. `moving`: the chunks with state off the device; None: all. `on_host`:
+    chunks that are updated on the host, and what of them crosses the link; with `backward` none of it before their
+    turn, because their gradients come one after the other. `early`: their gradients have come in backward, before the
+    plan begins."""
     if backward:
         disk, away = (_mirrored(num_chunks, some) for some in (on_disk, moving))
         host = {num_chunks - 1 - chunk: crossing for chunk, crossing in on_host.items()}
@@ -133,7 +132,7 @@ def run_of(
     on_host: Mapping[int, Crossing] = ON_DEVICE,
     early: bool = False,
 ) -> tuple[Plan, Memory]:
-    """One rank's run of `steps` steps, the updates of each in the forward of the next, and the slots that it has.
+    """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward.
 
     `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
@@ -188,7 +187,7 @@ def memory_of(
     early: bool = False,
 ) -> Memory:  # fmt: skip
     """The memory of a step's updates: home tiers, places and slots. A record has its place on the device. The gradient
-    and the weights of a chunk that is updated on the host take a slot there, each of slots of their own kind."""
+    and weights of a chunk that is updated on the host take slots there, each of its kind."""
     gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in on_host}
     weights = {c: (0, ChunkPart.WEIGHTS.of(c, num_chunks)) for c in on_host}
     there = _there(num_chunks, below, on_disk)
@@ -249,8 +248,8 @@ def _there(num_chunks: int, below: int | None, on_disk: Collection[int] | None) 
 
 
 def _turns(chunk: int, places: Mapping[int, int], ahead: int | None) -> range:
-    """The records on disk, by their `places` among those, that would be fetched before the update of `chunk` if there
-    were no others. At first those before the first of them is updated."""
+    """The records on disk that would be fetched before the update of `chunk`, if there were no others. `places`: their
+    order. At first those before the first of them is updated."""
     if ahead is None:
         return range(0)
     if (place := places.get(chunk)) is not None:

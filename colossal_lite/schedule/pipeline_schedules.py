@@ -1,12 +1,10 @@
 """Generates pipeline schedules: the compute of every rank, and what each schedule costs.
 
-Note
-----
-A generator takes (ranks p, micro-batches m, stages per rank v) and returns the compute of every rank.  Stages are
-placed in a loop (stage s on rank s mod p) or, for zb-v, folded once (stages r and 2p-1-r on rank r).  Any m works.
+Note ---- A generator takes (ranks p, micro-batches m, stages per rank v) and returns the compute of every rank.  Stages
+are placed in a loop: stage s on rank s mod p.  For zb-v they are folded: stages r and 2p-1-r on rank r.  Any m works.
 The passes of schedule/step_passes.py add what moves.
 
-The cost of a schedule stands beside its generator, with F, I, W the seconds of one rank's share of the layers.  It is
+The cost of a schedule stands beside its generator.  F, I, W are the seconds of one rank's share of the layers.  It is
 - the seconds idle per rank with a synchronous optimizer step;
 - the most micro-batches whose activations a rank holds, in units of its layers;
 - how often a micro-batch crosses between ranks (each crossing is two messages).
@@ -48,8 +46,8 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> Plan:
     """1F1B over several chunks, depth first (arXiv 2104.04473 section 2.2): two more forwards for each rank
     behind.
 
-    The paper's rounds of p micro-batches are generalised to any m by rounds as even as possible and, where m
-    allows, not smaller than p; smaller ones would block.
+    The paper has rounds of p micro-batches. For any m the rounds are as even as possible and, where m allows, not
+    smaller than p; smaller ones would block.
     """
     return _depth_first(ranks, micro_batches, stages_per_rank, ahead=2)
 

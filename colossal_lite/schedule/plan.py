@@ -1,9 +1,7 @@
 """Defines the plan language: a step as a list of actions for each rank, with its text form.
 
-Note
-----
-Pipeline schedules, chunk prefetch and eviction, spilled models, many-model orders and the interleaved optimizer are
-generators of this one language.  Passes over a plan add communication, ZeRO and offload.  `Reading`
+Note ---- Generators write this one language: pipeline schedules, chunk prefetch and eviction, spilled models,
+many-model orders, the interleaved optimizer.  Passes over a plan add communication, ZeRO and offload.  `Reading`
 (schedule/checker.py) has the rules of the kinds.  `check` rejects plans that break them, and the simulator takes its
 dependencies from them.
 
@@ -239,7 +237,8 @@ class Shape:
     trains.
 
     trainable: for each stage, whether any of its parameters trains; None if all do. A stage that does not
-    needs no W, and no I either if no stage before it trains.
+    needs no W, and no I either if no stage before it trains. by_visit: gradients that are not summed once a step are
+    summed behind each run of neighbouring ones of a stage, else behind each micro-batch.
     """
 
     stages: int
@@ -247,6 +246,7 @@ class Shape:
     slices: int = 1
     trainable: tuple[bool, ...] | None = None
     backward: bool = True
+    by_visit: bool = False
 
     def backward_kinds(self, stage: int) -> tuple[ActionKind, ...]:
         """What a stage must run after F: (I, W), which B is as well; (I,), or nothing."""
@@ -285,7 +285,8 @@ class Memory:
     are there at first; sizes_bytes, activation_bytes (for one F of a (task, stage)) count as 0 where left
     out; budget_bytes: for each tier, no limit where left out; apart: chunks that on a tier share the budget of
     this name, and not the tier's; sharded: of `uses`, those that ranks share, and that take their bytes on the
-    device from UNSHARD to RESHARD.
+    device from FETCH or UNSHARD to RESHARD; offloaded: ranks and those of them whose shard there rests on the host,
+    which a FETCH brings before the UNSHARD.
     """
 
     home: Mapping[Chunk, str]
@@ -300,17 +301,24 @@ class Memory:
     made: Mapping[tuple[int, int], tuple[Chunk, ...]] = field(default_factory=dict)
     apart: Mapping[tuple[Chunk, str], str] = field(default_factory=dict)
     sharded: frozenset[Chunk] = frozenset()
+    offloaded: frozenset[tuple[int, Chunk]] = frozenset()
 
     @classmethod
     def of(cls, plan: Plan) -> Memory:
         """The memory that the moves of a plan imply. A chunk's home is the source of its first move, its user the
-        stage that the move names."""
+        stage that the move names. A chunk that is gathered too is fetched for its gather."""
         home: dict[Chunk, str] = {}
         uses: dict[tuple[int, int], tuple[Chunk, ...]] = {}
-        for action in (action for actions in plan for action in actions):
+        every = [action for actions in plan for action in actions]
+        gathered = {(a.task, a.chunk) for a in every if a.kind is ActionKind.UNSHARD}
+        fetched = set[Chunk]()
+        for action in every:
             if action.kind in (ActionKind.FETCH, ActionKind.EVICT) and action.chunk is not None:
                 chunk = action.task, action.chunk
+                if chunk in gathered:
+                    fetched.add(chunk)
+                    continue
                 home.setdefault(chunk, MOVES[action.kind, action.resource][0])
                 if action.stage is not None and chunk not in uses.get((action.task, action.stage), ()):
                     uses[action.task, action.stage] = (*uses.get((action.task, action.stage), ()), chunk)
-        return cls(home, uses)
+        return cls(home, uses, sharded=frozenset(fetched))

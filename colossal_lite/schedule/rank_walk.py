@@ -132,6 +132,7 @@ class RankWalk:
 
     def __init__(self, table: PlanNodes, rank: int, memory: Memory) -> None:
         self.table, self.memory = table, memory
+        self.rank = rank
         self.nodes = [n for n, (r, _) in enumerate(table.places) if r == rank]
         mine = [table.actions[n] for n in self.nodes]
         chunks = {(a.task, a.chunk) for a in mine if a.chunk is not None}
@@ -144,6 +145,7 @@ class RankWalk:
         self.tiers = TierCopies(memory, chunks & memory.home.keys(), table)
         self.live = self.peak = 0
         self.gathered: dict[tuple[int, int | None, int | None], int] = {}  # and the UNSHARD
+        self.fetched: dict[Chunk, int] = {}  # for its gather, by this FETCH
         self.sharded = {_weights(a) for a in mine if a.kind is ActionKind.UNSHARD}
         self.begun: set[tuple[int, int | None]] = set()
         self.due = Counter((a.task, a.stage) for a in mine if self._frees(a))
@@ -203,13 +205,26 @@ class RankWalk:
 
     def _move(self, node: int, action: Action) -> None:
         tier, to = MOVES[action.kind, action.resource]
-        if action.chunk is not None:
+        if action.chunk is not None and (chunk := (action.task, action.chunk)) in self.memory.sharded:
+            self._fetch_shard(node, chunk)
+        elif action.chunk is not None:
             self.tiers.move(node, (action.task, action.chunk), tier, to)
         elif action.micro_batch is None:
             self.table.fault("needs a chunk, or the micro-batch whose activations it moves", node)
         else:
             self.tiers.move(node, work_of(action), tier, to)
             self._count({"device": -1}.get(tier, 0) + {"device": 1}.get(to, 0))
+
+    def _fetch_shard(self, node: int, chunk: Chunk) -> None:
+        """A FETCH of this rank's shard to its place in the slot of its chunk."""
+        is_here = chunk in self.fetched or any((task, c) == chunk for task, _, c in self.gathered)
+        if is_here or self.table.actions[node].kind is not ActionKind.FETCH:
+            self.table.fault(
+                f"{_name(chunk)} is {'' if is_here else 'not '}on the device for its gather", node
+            )
+            return
+        self.fetched[chunk] = node
+        self.tiers.take(node, chunk, "device")
 
     def _gather(self, node: int, action: Action) -> None:
         weights = _weights(action)
@@ -218,7 +233,11 @@ class RankWalk:
         chunk = None if action.chunk is None else (action.task, action.chunk)
         if action.kind is ActionKind.UNSHARD:
             self.gathered[weights] = node
-            if chunk in self.memory.sharded:
+            if chunk is not None and (fetch := self.fetched.pop(chunk, None)) is not None:
+                self.table.needs[node].append(fetch)
+            elif chunk is not None and (self.rank, chunk) in self.memory.offloaded:
+                self.table.fault(f"the shard of {_name(chunk)} is on the host", node)
+            elif chunk in self.memory.sharded:
                 self.tiers.take(node, chunk, "device")
         elif self.gathered.pop(weights, None) is not None and chunk in self.memory.sharded:
             self.tiers.free(node, chunk, "device")
@@ -274,6 +293,8 @@ class RankWalk:
         last = self.nodes[-1] if self.nodes else 0
         for weights in sorted(self.gathered, key=str):
             self.table.fault(f"the weights of stage {weights[1]} stay gathered", last)
+        for shard in sorted(self.fetched):
+            self.table.fault(f"{_name(shard)} is fetched for a gather that never comes", last)
         done = {k: {_weights(a) for a in mine if a.kind is k} for k in (ActionKind.REDUCE, ActionKind.UPDATE)}
         for weights in sorted(done[ActionKind.REDUCE] ^ done[ActionKind.UPDATE], key=str):
             lacks = ActionKind.UPDATE if weights in done[ActionKind.REDUCE] else ActionKind.REDUCE
@@ -285,9 +306,18 @@ class RankWalk:
                 parts[action.kind, *_weights(action)].add(action.micro_batch)
         for (kind, task, stage, chunk), done_in in parts.items():
             whole = {a.micro_batch for a in mine if self._frees(a) and (a.task, a.stage) == (task, stage)}
+            if kind is ActionKind.REDUCE and self.table.shapes[task].by_visit:
+                ends = [a for a in mine if a.kind in (ActionKind.W, ActionKind.B) and a.task == task]
+                last_ones = [a for a, then in zip(ends, [*ends[1:], None], strict=True) if _ends(a, then)]
+                whole = {a.micro_batch for a in last_ones if a.stage == stage}
             if done_in not in ({None}, whole):
                 self.table.fault(f"stage {stage} chunk {chunk} has no {kind} for every micro-batch", last)
         self.tiers.close(last)
+
+
+def _ends(action: Action, then: Action | None) -> bool:
+    """Whether these gradients are the last of a visit: those of another stage come next, or none."""
+    return then is None or then.stage != action.stage
 
 
 def _name(key: Key) -> str:

@@ -145,7 +145,7 @@ class ScheduleTimeline:
         return sum(self.idle_s(COMPUTE)) / whole if whole else 0.0
 
     def live(self) -> tuple[int, ...]:
-        """Most activations (of one F each) that each rank holds, from its F to the last of I, W and B."""
+        """The most activations (of one F each) that each rank holds, from F to the last I, W or B."""
         ends: dict[tuple[object, ...], ActionSpan] = {}
         for span in sorted(
             (s for s in self.spans if s.action.kind in COMPUTE_KINDS), key=lambda s: s.start_s

@@ -6,7 +6,7 @@ over the ranks that sum its gradient.  There are two ways of summing.  `by_step`
 of the full gradient and reduces it once.  `by micro-batch` fills a slot, reduces it, and adds the result to this rank's
 shard.  `ordered` always takes the second way and adds in rank order, at every stage, so stages agree in every bit.
 
-Logical payload of a step with k micro-batches, P elements of chunks, r and w bytes per element of gradient and weight:
+Logical payload of a step with k micro-batches, P elements, r and w bytes per element of gradient and weight:
 
     stage 0     all-reduce r P                                 ordered: reduce-scatter k r P, all-gather r P
     stage 1, 2  reduce-scatter r P, all-gather w P             by micro-batch: reduce-scatter k r P, all-gather w P
@@ -20,17 +20,18 @@ Beside it, once a step whatever k:
     ordered     one sum of all ranks in their order, so that no bit depends on S: reduce-scatter k r P over all, and
                 all-gather r P over all, because a rank's elements are not contiguous in that order; weights over the S
 
-Where updates run within backward (`frees_gradient_on_update`), a gradient is used in the slot in which it was summed,
-at every stage.  The payload is as above, and 16 bytes are summed before it (zero/backward_updates.py).
+If updates run within the backward of a step's only micro-batch (`frees_gradient_on_update`), they read a gradient in
+the slot where it was summed, at every stage.  The payload is as above.  If they run within a backward, 16 bytes are
+summed before it (zero/backward_updates.py).
 
 Note: time-shared memory.
 Between the last backward of a step and the update no code reads weights that have separate masters.  Between the update
-and the next backward there is no gradient.  A device without room for both, which would offload them to the host, can
+and the next backward there is no gradient.  A device may have no room for both.  Instead of offloading them, it can
 place both in one arena with the buffers of a step (memory/arena.py).  Their moments are planned (`SharedInterval`,
 `shared_interval`).  Weights leave when the sum of their gradient starts in the last backward.  Gradients lie over
 weights of later chunks.  An update writes weights where they were.  Example: a 124M GPT in bf16 on two ranks at stage
-3.  Its plan moves 504 MB each way over the link in a step under a device budget of 1 GB, instead of 669 with resident
-weights. Under 1.4 GB it moves 103 instead of 266.  It costs three things.  A skipped or discarded step rebuilds these
+3. Under a device budget of 1 GB its plan moves 504 MB each way over the link in a step.  With resident weights it is
+   669. Under 1.4 GB it moves 103 instead of 266.  It costs three things.  A skipped or discarded step rebuilds these
 weights from their masters, whose records are copied as for updates.  Reading weights between backward and step raises
 an error.  Modules must run in the order of the first step, once a backward.
 
@@ -51,7 +52,7 @@ IN_FLIGHT = 2
 
 
 def fill_intervals(order: Sequence[int], numels: Sequence[int]) -> tuple[LiveInterval, ...]:
-    """The interval in which each chunk has a slot for a gradient that is reduced by micro-batch, in numbers of chunks
+    """The interval in which each chunk has a slot for a gradient that is reduced by micro-batch. Its unit is chunks
     launched before.
 
     `order`: the chunk of each parameter, in forward order. Gradients come in the reverse order, and complete chunks
@@ -98,10 +99,10 @@ UPDATES = 8
 def moments_of_step(live_ranges: Iterable[LiveRange], num_chunks: int = 1) -> tuple[LiveRange, ...]:
     """The live ranges of a backward in common moments, the same for any number of chunks.
 
-    In an even moment 2 (n - `num_chunks` + 1), n chunks, from the last, have been launched, and gradients accumulate.
-    In the odd moment behind it the oldest sum in flight has arrived and leaves its slot, perhaps for the host. That
-    makes room for the next launch. `ACCUMULATING` and `INCOMING` are as in `fill_intervals` and `flight_intervals`,
-    `LEAVING` as in `visits`, the last chunk first.
+    In an even moment 2 (n - `num_chunks` + 1) the last n chunks have been launched, and gradients accumulate. In the
+    odd moment after it the oldest sum in flight has arrived and leaves its slot. That makes room for the next launch.
+    `ACCUMULATING` and `INCOMING` are as in `fill_intervals` and `flight_intervals`, `LEAVING` as in `visits`, the last
+    chunk first.
     """
     last = num_chunks - 1
     ways = {
@@ -147,8 +148,8 @@ class SharedInterval(StrEnum):
     GRADIENTS = "resting gradients"
     """Gradients from their sum until the update, where a step has one micro-batch."""
     LAST_SUMS = "last sums"
-    """Gradients that are on the host between micro-batches, where a step has several. From the launch of the last
-    one's sum, when the earlier sums are copied up to be added to, until the update."""
+    """Gradients that are on the host between micro-batches, where a step has several. From the launch of the last sum,
+    when the earlier sums are copied up, until the update."""
 
 
 def shared_interval(what: SharedInterval, chunk: int, size_bytes: int, last: int) -> LiveRange:

@@ -1,4 +1,4 @@
-"""Adds messages, gathers, reductions and updates to a plan of compute, and cuts plans to the needed actions.
+"""Adds messages, reductions and updates to a plan of compute, and cuts plans to the needed actions.
 
 Passes: `add_messages` adds SEND and RECV, `add_step` REDUCE, TIED_REDUCE and UPDATE; schedule/stage_gathers.py adds
 the gathers of ZeRO-3.  `freeze` and `repeat` cut a plan to frozen stages and repeat it for accumulation.
@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Literal
 
 from colossal_lite.schedule.checker import Reading
@@ -22,11 +22,6 @@ from colossal_lite.schedule.simulator import simulate
 def one_stage(micro_batches: int) -> Plan:
     """The serial step: F0 B0 F1 B1 ..., which holds the activations of one micro-batch."""
     return one_forward_one_backward(1, micro_batches)
-
-
-def serial_plan(micro_batches: int, num_chunks: int, reduce: Literal["step", "micro_batch"] = "step") -> Plan:
-    """`one_stage`, then REDUCE of each chunk, then UPDATE of each: a step without a pipeline."""
-    return add_step(one_stage(micro_batches), {0: tuple(range(num_chunks))}, reduce)
 
 
 # Passes -------------------------------------------------------------------------------------------
@@ -90,12 +85,12 @@ def insert(plan: Plan, after: Mapping[tuple[int, int], Sequence[Action]]) -> Pla
 def add_step(
     plan: Plan,
     chunks: Mapping[int, tuple[int, ...]] | None = None,
-    reduce: Literal["step", "micro_batch"] = "step",
+    reduce: Literal["step", "micro_batch", "visit"] = "step",
     update: Literal["step", "backward"] = "step",
 ) -> Plan:
-    """Adds the end of a step: REDUCE of a stage's chunks after its last gradient, or with `micro_batch` after each,
-    and at the end of the list UPDATE of every chunk. With update="backward", of a plan of one rank, each UPDATE
-    stands right behind its REDUCE, in the order of gradients.
+    """Adds the end of a step: REDUCE of a stage's chunks after its last gradient, or with `micro_batch` after each, or
+    with `visit` after the last of each run of neighbouring gradients of the stage. UPDATE of every chunk is at the end
+    of the list. With update="backward" each UPDATE stands right behind its last REDUCE, in the order of gradients.
 
     chunks: those of each stage (its own number by default); frozen stages have none. A chunk of several stages is
     tied: summed over its ranks by TIED_REDUCE after all compute, and only then reduced, once for each rank.
@@ -118,28 +113,41 @@ def add_step(
         late: list[Action] = []
         for chunk, stage in sorted(speaker.items(), key=lambda found: len(owners[found[0]]) > 1):
             action = Action(ActionKind.REDUCE, stage=stage, chunk=chunk)
+            updated = Action(ActionKind.UPDATE, stage=stage, chunk=chunk)
             if chunk in tied:
                 late += [replace(action, kind=ActionKind.TIED_REDUCE, resource=""), action]
             elif reduce == "step" or len(owners[chunk]) > 1:
                 after[rank, last[stage]].append(action)
             else:
-                for i, a in ends:
+                for i, a in ends if reduce == "micro_batch" else _last_of_visits(ends):
                     if a.stage == stage:
                         place = rank, past_sends(actions, i)
                         after[place].append(replace(action, micro_batch=a.micro_batch))
-        late.sort(
-            key=lambda a: (a.kind is ActionKind.REDUCE, a.chunk)
-        )  # alike on all ranks, which meet there
-        late += [Action(ActionKind.UPDATE, stage=speaker[chunk], chunk=chunk) for chunk in sorted(speaker)]
+            if update == "backward":
+                (late if chunk in tied else after[rank, last[stage]]).append(updated)
+        # Ranks meet at tied chunks, so those have one order on all.
+        late.sort(key=lambda a: (a.kind is ActionKind.REDUCE, a.chunk))
+        if update == "step":
+            late += [Action(ActionKind.UPDATE, stage=speaker[c], chunk=c) for c in sorted(speaker)]
+        else:
+            late.sort(key=_within_backward)
+            for number in range(len(actions)):
+                after[rank, number].sort(key=_within_backward)
         after[rank, len(actions) - 1] += late
-        if update == "backward":
-            after[rank, len(actions) - 1] = _interleaved(after[rank, len(actions) - 1])
     return insert(plan, after)
 
 
-def _interleaved(ends: Sequence[Action]) -> list[Action]:
-    """REDUCE and UPDATE of every chunk, chunk by chunk from the last to the first."""
-    return sorted(ends, key=lambda a: (-(a.chunk or 0), a.kind is ActionKind.UPDATE))
+def _last_of_visits(ends: Sequence[tuple[int, Action]]) -> list[tuple[int, Action]]:
+    """Of W and B with their places, those behind which another stage comes, or none."""
+    ended = {i for (i, a), (_, then) in pairwise(ends) if a.stage != then.stage} | {i for i, _ in ends[-1:]}
+    return [(i, a) for i, a in ends if i in ended]
+
+
+def _within_backward(action: Action) -> tuple[bool, int, bool]:
+    """Orders what stands at one place: TIED_REDUCEs, then REDUCE and UPDATE chunk by chunk, from the last to the
+    first."""
+    is_tied, chunk = action.kind is ActionKind.TIED_REDUCE, action.chunk or 0
+    return not is_tied, chunk if is_tied else -chunk, action.kind is ActionKind.UPDATE
 
 
 def past_sends(actions: Sequence[Action], i: int) -> int:

@@ -32,7 +32,7 @@ class UpdateMix:
     ahead: int = 1
     ahead_down: int = 1
     early: bool = False
-    """Whether gradients for updates on the host leave in backward, right behind their sums, each to a slot of its
+    """Whether gradients for updates on the host are copied in backward, right after their sums, to slots of their
     own."""
 
     @property

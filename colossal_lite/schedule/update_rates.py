@@ -1,4 +1,4 @@
-"""Models the lanes of an update phase by measured rates, and finds the share of chunks that the host updates fastest.
+"""Models an update phase by measured rates, and finds the share of chunks for the host that is fastest.
 
 Note: the model (arXiv 2410.21316, section 4).
 N_c elements are updated on the host, N_x streamed to the device.  A record, gradient and weight have s, g, w bytes an
@@ -11,8 +11,8 @@ The longest lane is a bound.  A few shares are simulated, that of the least boun
 then goes from the best of these to its neighbours, while one is faster.  Where there are few chunks it goes on from
 these with changes of single chunks and exchanges of two.  At most `SIMULATED` chunks of equal size are simulated.
 
-Without `Computing` the phase is simulated alone, from the norm to the last write.  With it whole steps are, updates
-beside the next forward and gradients on their way down in backward, and the period of a step is what is minimised.
+Without `Computing` the phase is simulated alone, from the norm to the last write.  With it whole steps are: updates run
+beside the next forward, and gradients are copied down in backward.  The period of a step is minimised.
 """
 
 from __future__ import annotations

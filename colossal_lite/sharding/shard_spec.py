@@ -62,15 +62,6 @@ Placements = tuple[tuple[str, AxisPlacement], ...]
 
 
 @dataclass(frozen=True)
-class Flat:
-    """The position of the local tensor in its chunk: elements [start, stop) of chunk `chunk`."""
-
-    chunk: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
 class ShardPiece:
     """`length` consecutive entries of one dimension: at `start` globally, at `local` on the rank."""
 
@@ -81,14 +72,13 @@ class ShardPiece:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Shape, factors, placement of value and gradient, tie group and place in a chunk of one parameter."""
+    """Shape, factors, placement of value and gradient, and tie group of one parameter."""
 
     name: str
     dims: tuple[Dim, ...]
     value: Placements = ()
     gradient: Placements = ()
     tie: str | None = None
-    flat: Flat | None = None
 
     def __post_init__(self) -> None:
         names = {factor.name for dim in self.dims for block in dim for factor in block}
@@ -180,9 +170,6 @@ class ShardSpec:
         for coords, shard in shards:
             for local, start in self._slices(layout, coords):
                 full[start] = shard[local]
-
-    def at(self, flat: Flat) -> ShardSpec:
-        return replace(self, flat=flat)
 
     def _slices(
         self, layout: MeshLayout, coords: Mapping[str, int]

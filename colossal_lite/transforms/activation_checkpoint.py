@@ -6,15 +6,17 @@ Note: the saved tensors.  B batch, T tokens, D width, H heads, G key heads, K he
   Norms, activations, dropout, rotary and residual sums are computed again.  (Dropping attention alone, 2205.05198,
   section 5, has no point where attention saves no T x T matrix.)  A product whose terms are summed over tensor ranks is
   saved after the sum (`save_for_recompute`).  So it has the size of the residual stream, and the sum does not run
-  again. Neither does the gather before a column-wise linear, unless several share one. A token takes 4 D + (D + 2 G K)
-  + F elements (2 F with a gate), and H log-sums of attention in float32. Outside the blocks (embeddings, head, logits)
+  again.  Neither does the gather before a column-wise linear, unless several share one.  A token takes 4 D + (D + 2 G
+  K) + F elements (2 F with a gate). Attention adds H log-sums in float32. Outside the blocks (embeddings, head, logits)
   nothing changes.
 
 The second forward gives the same bits as the first.  It reads the same weights.  Dropout resets its counters to the
 start of the block (`DropoutStreams.place`), whatever other micro-batches have run since.  No generator state is saved,
-because none is read.  Blocks are the members of every outermost `nn.ModuleList`, `ModuleDict` or `Sequential`, if they
-have one class and layers of their own.  Cost: `full` computes about a third more, and runs the block's collectives
-again.  `selective` computes the elementwise part again, plus some microseconds of Python for each operation of a block.
+because none is read.  Blocks are the members of every outermost `nn.ModuleList`, `ModuleDict` or `Sequential`. They
+must have one class, and layers of their own.
+Cost: `full` computes about a third more, and runs the block's
+collectives again.  `selective` computes the elementwise part again, plus some microseconds of Python for each operation
+of a block.
 """
 
 from __future__ import annotations
@@ -157,8 +159,8 @@ class CheckpointedBlock:
 
 class _RecomputeContext:
     """The second forward of a block. It sets dropout's counters back to the block's start, and restores them at exit,
-    also when the run is stopped early. Weights that have changed since the first forward raise an error. Autograd would
-    not notice, because it saved none of them."""
+    even after an early stop. Weights that have changed since the first forward raise an error. Autograd would not
+    notice, because it saved none of them."""
 
     def __init__(self, block: CheckpointedBlock, place: Place, inner: AbstractContextManager[Any]) -> None:
         self._block, self._streams, self._place, self._inner = block, block.streams, place, inner

@@ -133,8 +133,8 @@ class AuxiliaryLosses:
         """Raises ValueError if the criterion's count differs from the labels that auxiliary losses are weighed by."""
         if self.names and count != self.labels:
             raise ValueError(
-                f"criterion: its counts add up to {count:g}, not to the batch's {self.labels} labels other than -100, "
-                f"by which auxiliary losses are weighed; legal: that count, a mean, or a model without them"
+                f"criterion: its counts add up to {count:g}, not to the batch's {self.labels} labels other than -100; "
+                f"auxiliary losses are weighed by the labels; legal: that count, a mean, or a model without them"
             )
 
     def _emit(self, name: str, weight: float, per: Per, share: Share, x: Tensor, total: Tensor) -> Tensor:

@@ -248,7 +248,7 @@ def defer_weights(module: nn.Module, queue: WeightGradStore) -> None:
     """Let the layers of `module` that can defer the gradients of their weights do so, in place.
 
     A layer with an attribute `weight_grad_store` gets the store.  Torch's and our models' linears, embeddings and norms
-    get another forward on the instance, so names and hooks do not change.
+    get another forward on the instance.  So names and hooks do not change.
     """
     for owner in module.modules():
         made: Any = owner

@@ -9,9 +9,12 @@ parameter.  A rank with gradients for all parameters of a chunk need not ask.  A
 chunk, and of those after it, until the ranks have agreed.  This rank uses more memory than planned.  Results do not
 change.  Backward does not read the weights of a chunk whose gradients are complete.  If it does, torch raises an error,
 or for sharded weights the version of the saved tensor does.  Other ranks gather the new weights after the step, in
-forward order, as always.  So the computation is that of a step without clipping, in another order of chunks: the bits
-are the same.  Gradients use the slots in which they accumulate and are reduced, and no more.  An update on the host
-only starts here.  Its gradient leaves its slot by a copy, and the next user of the slot waits for that copy.
+forward order, as always.  Stages of a pipeline may end in another order than that of their chunks.  Then an update
+waits for those of the chunks behind it, so updates and their copies have one order.  So the computation is that of a
+step without clipping, in another order of chunks: the bits are the same.  Where a step has one micro-batch, gradients
+use the slots in which they accumulate and are reduced, and no more.  With several only the last backward updates, and
+the sum of the others has a place until then.  An update on the host only starts here.  Its gradient leaves its slot by
+a copy, and the next user of the slot waits for that copy.
 Source: fused backward and update as in arXiv 2306.09782 (LOMO), here for every elementwise rule, with sharded state.
 """
 
@@ -29,6 +32,8 @@ class UpdatesInBackward:
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._place = {chunk.spec.id: place for place, chunk in enumerate(chunks)}
         self._deferred: DeferredUpdates | None = None
+        self._summed: set[int] = set()  # places of chunks with final gradients
+        self._next = -1  # the place of the next update; counts down
         self._waits = False  # from the first chunk on that lacks a gradient on this rank
 
     @property
@@ -40,6 +45,7 @@ class UpdatesInBackward:
         """A backward begins, whose updates are `deferred`, from the last chunk to the first; None: nothing is
         updated."""
         self._deferred, self._waits = deferred, False
+        self._next, self._summed = len(self._place) - 1, set()
 
     def summed(self, chunk: Chunk) -> None:
         """The gradient of a chunk is reduced."""
@@ -47,8 +53,11 @@ class UpdatesInBackward:
         self._waits |= not all(chunk.used)
         if self._deferred is None:
             chunk.free_gradient()
-        elif not self._waits:
-            self._deferred.start(self._place[chunk.spec.id])
+            return
+        self._summed.add(self._place[chunk.spec.id])
+        while not self._waits and self._next in self._summed:
+            self._deferred.start(self._next)
+            self._next -= 1
 
     def finish(self) -> None:
         """The ranks have agreed: run the remaining updates."""

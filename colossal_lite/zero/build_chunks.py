@@ -63,10 +63,13 @@ PIPELINE = "pipeline"
 def sharding_of(config: Config) -> Sharding:
     """What the stage of a config shards, and when it reduces: by the micro-batches of one step."""
     pipeline = config.parallel.pipeline
-    parts = 1 if pipeline.size == 1 else pipeline.micro_batches or 4 * pipeline.size
-    frees_gradient_on_update = config.optimizer.update_when == "backward"
+    parts = pipeline.micro_batches or 4 * pipeline.size if pipeline.is_staged else 1
+    in_backward = config.optimizer.update_when == "backward"
+    visits = pipeline.reduces_by_visit
+    if visits and config.zero.sum_order == "ordered":  # a rank alone adds in the same order
+        visits = all(leaf.size == 1 for leaf in config.layout().leaves if leaf.name != PIPELINE)
     return Sharding.of(
-        config.zero, config.gradient_accumulation * parts, frees_gradient_on_update=frees_gradient_on_update
+        config.zero, config.gradient_accumulation * parts, updates_in_backward=in_backward, visits=visits
     )
 
 
@@ -80,8 +83,8 @@ def pack_chunks(
     frozen: Collection[str] = (),
 ) -> tuple[ChunkSpec, ...]:
     """The chunks of the whole pipeline: of parameters of `numels` elements each on the ranks that hold them, in forward
-    order. The same on every rank. Those of `frozen` are in chunks of their own, numbered behind all others, where
-    weights are sharded, and in none where each rank holds them in full.
+    order. The same on every rank. If weights are sharded, those of `frozen` are in chunks of their own, numbered behind
+    all others. If each rank holds them in full they are in none.
 
     `homes`: the pipeline stages that use each parameter; None: one stage has all. `blocks`: names of the model's
     blocks, with which weights are gathered if they are sharded. Raises ValueError for a pattern of
@@ -179,8 +182,8 @@ def chunk_optimizer(
     records: TaskRecords, frozen: Sequence[WeightChunk],
 ) -> tuple[ChunkOptimizer, Config]:  # fmt: skip
     """The optimizer over these chunks, whose state on the host is in `records`, beside `frozen` ones; and the config
-    with the mix of updates that it has found. Where its state may rest on disk it is collective, and raises ConfigError
-    on every rank if that of one has no room or cannot be written."""
+    with the mix of updates that it has found. If state may be on disk it is collective. It raises ConfigError on every
+    rank if the disk of one has no room or cannot be written."""
     memory, faults, made = config.memory, [], None
     open_file: OpenFile | None = None
     if (memory.records_tier == "disk" or memory.spills_to_disk) and memory.disk_dir is not None:
@@ -217,8 +220,8 @@ def chunk_optimizer(
 
 
 def host_room(memory: MemoryConfig, chunks: Sequence[Chunk], frozen: Sequence[WeightChunk]) -> int | None:
-    """Bytes of the host that are left for records, and for what their updates need there, while all weights and
-    gradients that may rest there do; None: no limit, or nothing goes to disk."""
+    """Bytes of the host for records and for their updates, when all weights and gradients that may be on the host are
+    there; None: no limit, or nothing goes to disk."""
     if not memory.spills_to_disk or memory.host_budget is None:
         return None
     weights = [c.resting_bytes for c in (*chunks, *frozen) if c.weights_at_rest is not None]
@@ -249,7 +252,7 @@ def _slots(
         groups.setdefault(stages_of(spec), []).append(index)
     fill: dict[int, LiveInterval] = {}
     own = [indices for stages, indices in groups.items() if len(stages) == 1]
-    turns = list(in_turn([_fill_of([packed[i] for i in indices], names) for indices in own]))
+    turns = list(in_turn([_fill_of([packed[i] for i in indices], names, sharding) for indices in own]))
     fill |= zip((i for indices in own for i in indices), turns, strict=True)
     end = max((one.stop for one in turns), default=0)
     fill |= {i: LiveInterval(0, end, spec.numel) for i, spec in enumerate(packed) if i not in fill}
@@ -272,10 +275,14 @@ def _slots(
     )
 
 
-def _fill_of(packed: Sequence[ChunkSpec], names: Iterable[str]) -> tuple[LiveInterval, ...]:
-    """When each of these chunks fills in one backward; `names` of all parameters in forward order."""
+def _fill_of(
+    packed: Sequence[ChunkSpec], names: Iterable[str], sharding: Sharding
+) -> tuple[LiveInterval, ...]:
+    """When each of these chunks fills in one backward, or in all of one visit; `names` of all parameters in forward
+    order."""
     place = {entry.name: index for index, spec in enumerate(packed) for entry in spec.entries}
-    return fill_intervals([place[name] for name in names if name in place], [spec.numel for spec in packed])
+    found = fill_intervals([place[name] for name in names if name in place], [spec.numel for spec in packed])
+    return tuple(replace(one, start=0) for one in found) if sharding.by_visit else found
 
 
 def _groups(spec: ChunkSpec, mesh: Mesh) -> Groups:

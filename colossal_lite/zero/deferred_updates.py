@@ -6,11 +6,12 @@ slow.  So the step returns, and the updates run in forward order.  A chunk is up
 (zero/forward_hooks.py) is about to let a module read its weights.  Its record is fetched while earlier units compute,
 and written back while later ones do.  The computation and its order are those of an immediate update: so are the bits.
 Any other read or change of weights or optimizer state first runs the deferred updates.  Until then the weights are
-placeholders, which no code can read by mistake.  Source: arXiv 2410.21316 (updates and copies that overlap); unlike the
+placeholders, which no code can read by mistake.
+Source: arXiv 2410.21316 (updates and copies that overlap); unlike the
 delayed update of 2101.06840, no forward sees weights of a step before.  Updates on the host do not block the caller.
 They start as soon as no update on the device comes before them in the plan.  A read of a chunk then waits until its new
 weights have arrived (`arrive`).  Chunks are done in their order, wherever they are updated.  So ranks gather them in
-the same order, also where one of them owns nothing of a chunk and has no record to update.
+the same order, also if one of them owns nothing of a chunk.
 """
 
 from __future__ import annotations

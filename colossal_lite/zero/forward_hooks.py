@@ -1,13 +1,12 @@
 """Gathers updated weights chunk by chunk, and waits for each before a module reads it.
 
 Note: gates.
-From stage 1 on a rank updates its shard of a chunk and gathers the others' shards, chunk by chunk in forward order,
-while the next forward already runs.  A hook before the forward of every module with parameters waits for their chunks.
-So a chunk that is used late has all the time before it.  A parameter that is read in any other way during its gather is
-NaN (memory/chunk.py), until `flush`.  At stage 3 the same gates gather (zero/sharded_weights.py), or the
-list of a pipeline does (zero/stage_weights.py).  The gates also run
-deferred updates of the last step (zero/deferred_updates.py), all of them before a forward ends.  Where shards are
-gathered, they run one chunk ahead.
+From stage 1 on a rank updates its shard of a chunk and gathers the others' shards.  It does so chunk by chunk in
+forward order, while the next forward already runs.  A hook before the forward of every module with parameters waits for
+their chunks.  So a chunk that is used late has all the time before it.  A parameter that is read in any other way
+during its gather is NaN (memory/chunk.py), until `flush`.  At stage 3 the same gates gather (zero/sharded_weights.py),
+or the list of a pipeline does (zero/stage_weights.py).  The gates also run deferred updates of the last step
+(zero/deferred_updates.py), all of them before a forward ends.  Where shards are gathered, they run one chunk ahead.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class ForwardGates:
         """This rank's list of a step or evaluation begins."""
 
     def gather(self, action: Action) -> None:
-        """Do an UNSHARD or a RESHARD of the list. Collective where other ranks have shards."""
+        """Do a FETCH, an UNSHARD or a RESHARD of the list. Collective where other ranks have shards."""
         raise AssertionError(f"{action}: no weights are sharded here")
 
     def arrive(self, stage: int) -> None:
@@ -126,7 +125,7 @@ class ForwardGates:
         if self._deferred is not None:
             self._deferred.mark_failed(
                 ValueError(
-                    "model: the run has ended by an error before the updates of its last step were made, so its "
+                    "model: the run has ended by an error before the updates of its last step were made; its "
                     "weights are incomplete; continue from the last checkpoint"
                 )
             )

@@ -14,8 +14,9 @@ from colossal_lite.schedule.gather_plan import GatherPlan, Needs, Trace, gather_
 
 
 def units_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
-    """For each sharded chunk, in forward order, the chunks that are gathered with it: those of its block, or those that
-    share a module with it."""
+    """Groups the sharded chunks: id -> ids of the chunks that are gathered with it, in forward order.
+
+    These are the chunks of its block. Outside the blocks they are the chunks that share a module with it."""
     units: dict[int, set[int]] = {}
     first: dict[int | str, int] = {}
     for chunk in sorted(chunks, key=lambda chunk: chunk.spec.place):
@@ -32,8 +33,9 @@ def units_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
 
 
 def contexts_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
-    """For each sharded chunk what a forward of its modules needs: its unit, and the chunks of these modules and of the
-    modules around them."""
+    """Finds what a forward of a chunk's modules needs: its unit, and the units of the modules around them.
+
+    `chunks` stand in the order of their ids."""
     units = units_of(chunks)
     owned: dict[str, set[int]] = {}
     for chunk in chunks:
@@ -54,7 +56,7 @@ def contexts_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
 def plan_of(
     trace: Trace, chunks: Sequence[WeightChunk], *, prefetch: int, reshard_after_forward: bool | int
 ) -> GatherPlan:
-    """The plan of these chunks by this trace."""
+    """Plans the gathers of these chunks by this trace."""
     num_trained = sum(trains(chunk.spec) for chunk in chunks)
     numels = {chunk.spec.id: chunk.spec.numel for chunk in chunks if chunk.is_sharded}
     on_host = frozenset(chunk.spec.id for chunk in chunks if chunk.weights_at_rest is not None)

@@ -1,10 +1,11 @@
 """Computes the squared norm of all gradients, fast or in a fixed order.
 
 Note: `ordered`.
-Each block of 1,024 elements of a parameter is in one rank's shard of its chunk (memory/packing.py), so its square is
-a number that no other rank adds to.  The ranks exchange the squares of all blocks, with zeros for blocks of others.
-Every rank adds them in the order of the model's parameters: the same bits for any stage and chunk size.  Cost: 8 bytes
-a block in the all-reduce of the step's totals, 0.2 % of the gradients in float32.
+Each block of 1,024 elements of a parameter is in one rank's shard of its chunk (memory/packing.py). So no other rank
+adds to its square.  The ranks exchange the squares of all blocks, with zeros for blocks of others.  Every rank adds
+them in the order of the model's parameters: the same bits for any stage and chunk size.
+Cost: 8 bytes a block in the
+all-reduce of the step's totals, 0.2 % of the gradients in float32.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
 def squares_of(
     chunks: Sequence[Chunk], order: Sequence[Entry] | None, mesh: Mesh, device: torch.device
 ) -> Tensor:
-    """This rank's terms of the sum of squares: one, or those of `ordered_squares` in an `order`. Ranks that hold the
-    same sum of a chunk each add the squares of a share of it, so no element counts twice."""
+    """This rank's terms of the sum of squares: one, or those of `ordered_squares` in an `order`. Ranks with the same
+    sum of a chunk each add the squares of a share of it. So no element counts twice."""
     if order is not None:
         return ordered_squares(chunks, order, mesh, device)
     return fast_squares(chunks) if chunks else torch.zeros(1, dtype=torch.float64, device=device)

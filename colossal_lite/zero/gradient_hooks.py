@@ -46,6 +46,8 @@ class GradientHooks:
         self._in_flight: deque[Chunk] = deque()
         self.summed: Callable[[Chunk], None] = nothing
         """Called with each chunk whose gradient is final, in the order of the launches; in backward where it can be."""
+        self.concludes = False
+        """Whether a gradient is final, and used, as soon as it is summed for the last time: at once, in backward."""
         self._passed: set[int] = set()  # chunks with which it was called
         rooms = [number for number, chunk in enumerate(self._chunks) if chunk.takes_room]
         self._ended_by = dict(zip(rooms, rooms[IN_FLIGHT:], strict=False))
@@ -57,12 +59,12 @@ class GradientHooks:
             for entry in chunk.spec.entries
         }
         self.began = [len(self._chunks) - 1 - number for number in range(len(self._chunks))]
-        """For each chunk how many, from the last, had all their gradients when its first one came, at the least so far;
-        where none has come, or only later, as many as come before it."""
+        """For each chunk the number of chunks, counted from the last, that were complete when its first gradient came.
+        The least so far; where none has come, or only later, as many as come before it."""
         self._complete = 0  # of those, in this backward
         self._expects = False  # whether a backward of the engine runs
-        # The garbage collector does not look into this kind of hook: one that held `self` would hold the parameter that
-        # it hangs on too, and no model would ever be freed after an engine that was not closed.
+        # The garbage collector does not look into this kind of hook: one with a reference to `self` would also keep its
+        # parameter alive. Then no model would ever be freed after an engine that was not closed.
         arrive = WeakMethod(self._arrive)
         self._handles = [
             parameters[entry.name].register_post_accumulate_grad_hook(
@@ -122,21 +124,21 @@ class GradientHooks:
         while self.launched < count:
             self._launch()
 
-    def reduce(self, index: int) -> None:
-        """Wait for the sum of chunk `index`, launching first all chunks before it. Collective.
+    def reduce(self, index: int, *, ends: bool = False) -> None:
+        """Wait for the sum of chunk `index`, launching first all chunks before it; `ends` as in `begin`. Collective.
 
         Where a sum ends in collectives of its own, those that may be in flight beside it are launched too: so they are,
         on ranks where backward launched them."""
         if not self._reduces:
-            self.begin(is_last=True)
-        beside = IN_FLIGHT - 1 if self._chunks[index].frees_gradient_on_update else 0
+            self.begin(is_last=True, ends=ends)
+        beside = IN_FLIGHT - 1 if self.concludes and self._ends else 0
         self.launch(min(len(self._chunks), len(self._chunks) - index + beside))
         while self._chunks[index].state is GradientState.REDUCING:
             self._finish_first()
 
     def conclude(self) -> None:
         """All micro-batches of the step are in: every chunk REDUCED. Collective."""
-        left = [chunk for chunk in self._chunks if not chunk.frees_gradient_on_update]
+        left = [chunk for chunk in self._chunks if chunk.state is not GradientState.REDUCED]
         for chunk in reversed(left):
             chunk.start_copies()
         for chunk in left:
@@ -183,7 +185,7 @@ class GradientHooks:
             self._finish_first()
         ended = self._ended_by.get(self._next + 1)
         # The order of these must not depend on the backward either.
-        if self._ends and ended is not None and not chunk.frees_gradient_on_update:
+        if self._ends and ended is not None and not self.concludes:
             self._chunks[ended].start_copies()
         chunk.start_reduce()
         self._in_flight.append(chunk)
@@ -196,7 +198,7 @@ class GradientHooks:
         """Of the chunks on their way the first is summed."""
         chunk = self._in_flight.popleft()
         chunk.finish_reduce()
-        if chunk.frees_gradient_on_update:
+        if self._ends and self.concludes:
             chunk.conclude()
             self._pass_on(chunk)
         elif self._ends and chunk.is_final_when_summed:
@@ -214,12 +216,12 @@ class GradientHooks:
         if not self._expects:
             raise ValueError(
                 f"backward: a gradient of {chunk.spec.entries[index].name} comes from a backward that the engine did "
-                f"not run, so it would be in no update; legal: engine.backward(loss) of engine(x), engine.train_step, "
+                f"not run; it would be in no update; legal: engine.backward(loss) of engine(x), engine.train_step, "
                 f"or a model without an engine (engine.close)"
             )
         if self._is_once and (number, index) in self._arrived:
             raise ValueError(
-                f"backward: the gradient of {chunk.spec.entries[index].name} comes a second time in one backward, and "
+                f"backward: the gradient of {chunk.spec.entries[index].name} comes a second time in one backward; it "
                 f"would be left out of the sum over the ranks; torch.utils.checkpoint(..., use_reentrant=True) around "
                 f"a module that is used more than once does that; legal: use_reentrant=False, or "
                 f"activation_checkpoint of the config"
@@ -230,7 +232,7 @@ class GradientHooks:
         if self._reduces and number > self._next:
             raise ValueError(
                 f"backward: the gradient of {chunk.spec.entries[index].name} comes after its sum over the ranks has "
-                f"begun; at zero.stage=3 a model must use its modules in the order of its first step, and each forward "
+                f"begun; at zero.stage=3 a model must use its modules in the order of its first step; each forward "
                 f"needs a backward of its own; zero.stage=2 has no such rule"
             )
         chunk.accept(index, parameter.grad, seed=self._seed)
@@ -258,16 +260,13 @@ class StageHooks:
     that several stages use. These are complete only when the last stage ends its step, and are
     always summed then. Chunks are named by their numbers."""
 
-    def __init__(
-        self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], *, by_micro_batch: bool = False
-    ) -> None:
+    def __init__(self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter]) -> None:
         groups: dict[tuple[int, ...], list[Chunk]] = {}
         self._place: dict[int, tuple[tuple[int, ...], int]] = {}
         for chunk in chunks:
             stages = stages_of(chunk.spec)
             self._place[chunk.spec.id] = stages, len(groups.setdefault(stages, []))
             groups[stages].append(chunk)
-        self._by_micro_batch = by_micro_batch
         self._chunks = {chunk.spec.id: chunk for chunk in chunks}
         self._hooks = {stages: GradientHooks(group, parameters) for stages, group in groups.items()}
 
@@ -290,31 +289,32 @@ class StageHooks:
                 all_of_them.enter_context(hooks.expecting())
             yield
 
-    def hand_on(self, summed: Callable[[Chunk], None]) -> None:
-        """Set the callback for gradients that are final."""
+    def hand_on(self, summed: Callable[[Chunk], None], *, concludes: bool = False) -> None:
+        """Set the callback for gradients that are final; `concludes` as `GradientHooks`."""
         for hooks in self._hooks.values():
-            hooks.summed = summed
+            hooks.summed, hooks.concludes = summed, concludes
 
     def chunk(self, number: int) -> Chunk:
         return self._chunks[number]
 
     def begin(
         self, stage: int, *, is_last: bool, seed: float = 1.0, is_whole: bool = True,
-        to_come: Sequence[Tensor] | None = None, frees: bool = False,
+        to_come: Sequence[Tensor] | None = None, frees: bool = False, sums: bool = False,
     ) -> None:  # fmt: skip
         """Before the backward of a micro-batch on a stage, the last of a step or not; `is_whole`: after it no gradients
-        of this micro-batch come, and complete chunks may go where the time has come; `to_come` and `frees` as
-        `GradientHooks`."""
-        goes = is_whole and (is_last or self._by_micro_batch)
+        of this micro-batch come, and complete chunks may go if it is the last, or `sums`: a REDUCE follows; `to_come`
+        and `frees` as `GradientHooks`."""
+        goes = is_whole and (is_last or sums)
         for stages, hooks in self._hooks.items():
             if stage in stages:
                 own = goes and len(stages) == 1
                 hooks.begin(is_last=own, seed=seed, to_come=to_come, ends=is_last, frees=frees)
 
-    def reduce(self, number: int) -> None:
-        """Wait for the sum of a chunk, launching first all chunks before it on its stage. Collective."""
+    def reduce(self, number: int, *, ends: bool = False) -> None:
+        """Wait for the sum of a chunk, launching first all chunks before it on its stage; `ends`: no gradients of this
+        step come behind it. Collective."""
         stages, index = self._place[number]
-        self._hooks[stages].reduce(index)
+        self._hooks[stages].reduce(index, ends=ends or len(stages) > 1)
 
     def conclude(self) -> None:
         for hooks in self._hooks.values():

@@ -1,11 +1,11 @@
 """Measures the first step, chooses a placement within the budget, and rejects budgets that cannot fit.
 
 Note: phases.
-1. At first all state that can move is on the host, so the first step holds the least that this model can.
+1. At first all state that can move is on the host. So the first step holds the least that this model can.
 2. The engine is built.  A budget that is too small for any batch is refused.
 3. A batch arrives.  A run without tensors forecasts what it holds beside the state (`forecast`).  If that does not fit,
-   every rank raises before anything is computed.  Some models cannot be run so, for example one that was built outside,
-   or one with a loss of the user's own.  Then the first step may exceed the budget before it is refused.
+   every rank raises before anything is computed.  Some models cannot be run so: those built outside, or those with a
+   loss of the user's own.  Then the first step may exceed the budget before it is refused.
 4. The first step is measured: every tensor of the model is counted while it lives (observe/memory_meter.py).
 5. Before the first update the ranks agree on the highest peak, measured or forecast.  The placement is planned
    (offload/placement.py), and what fits is copied to the device, once.  Later steps decide nothing.
@@ -15,11 +15,12 @@ Gradients may arrive earlier than planned, behind parameters that no backward re
 them as they arrived.  If parameters are left out only later, a warning names the bytes beyond the budget.  With one
 rank a shard on the device is copied to its slot for a use, as with several.
 
-A larger or longer batch, for training or evaluation, is forecast before it runs, and refused if it does not fit.
+A larger or longer batch, for training or evaluation, is forecast before it runs.  It is refused if it does not fit.
 Without a forecast the bytes are taken to grow with the samples and with the square of the length.  For this the ranks
 exchange the shape of every batch.  Evaluations before the first step are measured, and refused afterwards.
-Cost: some milliseconds a block for the run without tensors, and one exchange of two numbers a batch.  Counting makes
-the first step slower.
+Cost: some
+milliseconds a block for the run without tensors, and one exchange of two numbers a batch.  Counting makes the first
+step slower.
 
 A GPU's kernels allocate other buffers than a run without tensors.  So its first step is measured by the peak of torch's
 allocator.  That includes what others had allocated by then, workspaces, and gathered weights, which count twice.  The
@@ -29,12 +30,12 @@ budget counts allocated bytes, not what the allocator reserves beyond them (`tor
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -47,8 +48,8 @@ from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.observe.memory_meter import AllocatedBytes, LiveBytes
 from colossal_lite.offload.pieces import LEAVING, Name, StateKind, StatePiece
 from colossal_lite.offload.placement import StatePlacement, visiting_bytes
-from colossal_lite.schedule.gather_plan import GatherPlan
-from colossal_lite.schedule.interval_packing import pack_live_ranges
+from colossal_lite.schedule.interval_packing import LiveRange, pack_live_ranges
+from colossal_lite.schedule.plan import Action
 from colossal_lite.schedule.step_moments import SharedInterval
 from colossal_lite.zero.budget_messages import ChangedForecast, device_problems, host_problems, smaller_steps
 from colossal_lite.zero.build_chunks import slots_of
@@ -56,6 +57,7 @@ from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.sharded_weights import ParameterGather
 from colossal_lite.zero.state_pieces import (
+    StepUses,
     backwards_of,
     beside_of,
     fixed_of,
@@ -65,15 +67,16 @@ from colossal_lite.zero.state_pieces import (
     update_bytes_of,
 )
 from colossal_lite.zero.user_optimizer import OwnOptimizer
+from colossal_lite.zero.weight_slots import ShardedWeights
 
 if TYPE_CHECKING:
     from colossal_lite.config.config import Config
 
 
 Forecast = Callable[..., Mapping[str, int] | None]
-"""Maps the samples of a step on this rank and their tokens to bytes of each kind beside the state, and of the whole
-`device`. `changes=`: options other than the config's. `trains=False`: an evaluation. `found=`: the config with the mix
-of updates that the engine has found."""
+"""Maps a step's samples and tokens on this rank to bytes: of each kind beside the state, and of the whole `device`.
+`changes=`: options other than the config's. `trains=False`: an evaluation. `found=`: the config with the mix of updates
+that the engine has found."""
 
 
 class MemoryBudget:
@@ -81,18 +84,23 @@ class MemoryBudget:
 
     def __init__(
         self, config: Config, chunks: Sequence[Chunk], weights: ForwardGates,
-        optimizer: ChunkOptimizer | OwnOptimizer, world: Communicator, *, device: torch.device,
+        optimizer: ChunkOptimizer | OwnOptimizer, world: Communicator, *, coord: int, device: torch.device,
         frozen: Sequence[WeightChunk], apart_bytes: int, outlives: bool, began: Callable[[], Sequence[int] | None],
     ) -> None:  # fmt: skip
-        """`frozen`: the chunks that do not train; `apart_bytes`: of frozen parameters that are in none; `outlives`: all
-        state goes to a store when the engine is closed; `began`: as `StageHooks.began`. Raises
-        ConfigError for a budget that is too small for any batch."""
+        """`coord`: of this rank on the pipeline axis; `frozen`: the chunks that do not train; `apart_bytes`: of frozen
+        parameters that are in none; `outlives`: all state goes to a store when the engine is closed; `began`: as
+        `StageHooks.began`. Collective; raises ConfigError on every rank for a budget that is too small for any
+        batch."""
+        self._coord, self._is_staged = coord, config.parallel.pipeline.is_staged
         self._began, self._has_warned = began, False
         self._config, self._memory, self._accumulation = config, config.memory, config.gradient_accumulation
         self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
         self._world, self._frozen, self._apart_bytes = world, tuple(frozen), apart_bytes
         self._device, self._outlives = device, outlives
         self._meter: LiveBytes | AllocatedBytes | None = None
+        self._uses = self._uses_of(())
+        self.messages_bytes = 0
+        """Of the slots of messages between stages, forecast or allocated."""
         self.placement: StatePlacement | None = None
         """The tier of every piece; None before the first update."""
         self.activations_bytes = 0
@@ -107,16 +115,40 @@ class MemoryBudget:
         """Of the batch that was looked at last, with such changes of the config."""
         self._samples = 0
         """Of that batch."""
-        self._refuse(self._placed(self._gathered_bytes(None), 0), is_floor=True)
+        self._refuse(self._placed(self._gathered_bytes(), 0), is_floor=True)
         self._begin()
+
+    def _uses_of(self, actions: Sequence[Action]) -> StepUses:
+        """What a step does, by this rank's list of a pipeline, or by the plan of its gathers."""
+        if self._is_staged:
+            return StepUses.of_list(actions)
+        plan = self._weights.plan if isinstance(self._weights, ParameterGather) else None
+        return StepUses.of_trace(plan, self._accumulation, len(self._chunks))
+
+    def _alike(self, mine: Any) -> list[Any]:
+        """What the ranks with this rank's stages say. Collective over all."""
+        with self._world.ledger.paused():
+            rows = self._world.gather_json([self._coord, mine])
+        return [told for coord, told in rows if coord == self._coord]
+
+    def _raise(self, problems: Iterable[Problem]) -> None:
+        """Refuse what any rank has found: stages differ. Collective over a pipeline; raises ConfigError on every
+        rank."""
+        found = list(problems)
+        if self._is_staged:
+            with self._world.ledger.paused():
+                rows = self._world.gather_json([[p.path, p.value, p.rule, p.legal] for p in found])
+            found = list(dict.fromkeys(Problem(*told) for row in rows for told in row))
+        refuse(found)
 
     def _begin(self) -> None:
         """The buffers of a backward share an arena before the first update too."""
-        if not isinstance(self._optimizer, ChunkOptimizer) or self._optimizer.shards is None:
+        beside = self._beside
+        if beside is None:
             return
+        assert isinstance(self._optimizer, ChunkOptimizer)
         self._release_slots()
         sizes = {i: c.gradient.nbytes for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None}
-        beside = beside_of(self._chunks, self._optimizer, self._accumulation) or ()
         last = len(self._chunks) - 1
         ranges = (*beside, *LEAVING.in_step(sizes, last=last, backwards=backwards_of(self._accumulation)))
         self._optimizer.share_first_arena(Arena(pack_live_ranges(ranges), self._device))
@@ -156,16 +188,16 @@ class MemoryBudget:
         with meter:
             yield
         with self._world.ledger.paused():
-            most = max(self._world.gather_json(meter.peak_bytes))
+            most = max(self._alike(meter.peak_bytes))
         admitted, self._admitted = self._admitted, {each for each in self._admitted if each[0]}
-        self._refuse(self._placed(self._gathered_bytes(None), most))
+        self._refuse(self._placed(self._gathered_bytes(), most))
         self._admitted, self._evaluated_bytes = admitted, max(self._evaluated_bytes, most)
 
     def _new_meter(self) -> LiveBytes | AllocatedBytes:
         """On a GPU all allocated bytes count but the state of this moment, whose pieces are all on the host."""
         if self._device.type != "cuda":
             return LiveBytes()
-        fixed, pieces = fixed_of(self._chunks, self._optimizer) | self._visiting, self._pieces(None)
+        fixed, pieces = self._fixed | self._visiting, self._pieces()
         slots = visiting_bytes(pieces, frozenset(piece.name for piece in pieces))
         if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.shards is not None:
             slots = sum(visit.bytes for visit in self._optimizer.visits if visit.tier is None)
@@ -198,18 +230,24 @@ class MemoryBudget:
         self._samples = samples if trains else 0
         found = None if forecast_batch is None else forecast_batch(samples, tokens, trains=trains)
         mine = None if found is None else [found["activations"] + found["temporaries"], found["gathered"]]
-        with self._world.ledger.paused():
-            forecasts = [row for row in self._world.gather_json(mine) if row is not None]
+        messages = 0 if found is None else found["messages"]
+        forecasts = [row for row in self._alike(mine) if row is not None]
         self._changed_forecast = lambda changes: None
         if forecast_batch is not None and found is not None and trains:
             self._changed_forecast = partial(_with_changes, forecast_batch, samples, tokens)
         if self.placement is not None:
             self._admit(
-                trains, samples, tokens, max((activations for activations, _ in forecasts), default=None)
+                trains,
+                samples,
+                tokens,
+                max((activations for activations, _ in forecasts), default=None),
+                messages,
             )
-        elif forecasts:
-            activations = max(activations for activations, _ in forecasts)
-            self._refuse(self._placed(max(gathered for _, gathered in forecasts), activations))
+        elif forecasts or self._is_staged:
+            activations = max((activations for activations, _ in forecasts), default=0)
+            self.messages_bytes = max(self.messages_bytes, messages)
+            gathered = max((gathered for _, gathered in forecasts), default=self._gathered_bytes())
+            self._refuse(self._placed(gathered, activations))
             self.activations_bytes = max(self.activations_bytes, activations)
         self._admitted.add((trains, samples, tokens))
 
@@ -217,49 +255,54 @@ class MemoryBudget:
         """Whether as many samples as long have fitted before; a step of training holds all that an evaluation does."""
         return any(samples <= s and tokens <= t and trained >= trains for trained, s, t in self._admitted)
 
-    def _admit(self, trains: bool, samples: int, tokens: int, forecast_bytes: int | None) -> None:
+    def _admit(
+        self, trains: bool, samples: int, tokens: int, forecast_bytes: int | None, messages_bytes: int
+    ) -> None:
         """After the placement is final: refuse a batch that does not fit beside it."""
         assert self.placement is not None
         activations = 0 if forecast_bytes is None else ceil(forecast_bytes * (self._measured_by or 1.0))
         if forecast_bytes is None:
             largest = [(s, t) for trained, s, t in self._admitted if trained]
-            activations = min(
-                ceil(self.activations_bytes * max(1, samples / s) * max(1, tokens / t) ** 2)
-                for s, t in largest
-            )
+            growth = min(max(1, samples / s) * max(1, tokens / t) ** 2 for s, t in largest)
+            activations = ceil(self.activations_bytes * growth)
+            messages_bytes = ceil(self.messages_bytes * growth)
         fixed = dict(self.placement.fixed)
-        placed = replace(
-            self.placement,
-            fixed=tuple((fixed | {"activations": max(fixed["activations"], activations)}).items()),
-        )
+        grown = {"activations": max(fixed["activations"], activations)}
+        if self._is_staged:
+            self.messages_bytes = grown["messages"] = max(self.messages_bytes, messages_bytes)
+        placed = replace(self.placement, fixed=tuple((fixed | grown).items()))
         what = (
             f"{'a step' if trains else 'an evaluation'} of {samples} samples of {tokens} tokens on a rank: "
         )
-        refuse(self._device_problems(placed, what))
+        self._raise(self._device_problems(placed, what))
         self.placement, self.activations_bytes = placed, max(self.activations_bytes, activations)
 
-    def settle(self) -> None:
-        """Before the first update: choose the placement, move to it. Collective; raises ConfigError on every rank."""
+    def settle(self, actions: Sequence[Action], messages_bytes: int) -> bool:
+        """Before the first update: choose the placement, move to it; True. `actions`: this rank's list of the step in a
+        pipeline, `messages_bytes`: of the slots of its messages. Collective; raises ConfigError on every rank."""
         if self.placement is not None:
             self._warn_beyond_plan(self.placement)
-            return
+            return False
         self._weights.flush()
         for slots in slots_of(self._chunks):  # what a step without a plan took beyond it
             slots.shrink()
         self._learn_accumulation()
-        with self._world.ledger.paused():
-            measured = max(self._world.gather_json(self._meter.peak_bytes if self._meter else 0))
+        measured = max(self._alike(self._meter.peak_bytes if self._meter else 0))
         self._measured_by = max(1.0, measured / self.activations_bytes) if self.activations_bytes else None
         self.activations_bytes = max(measured, self.activations_bytes)
-        plan = self._weights.plan if isinstance(self._weights, ParameterGather) else None
-        activations = max(self.activations_bytes, self._evaluated_bytes)
-        placed = self._placed(self._gathered_bytes(plan), activations, plan)
+        self.messages_bytes = max(messages_bytes, self.messages_bytes)
+        self._uses = self._uses_of(actions)
+        gathered = self._gathered_bytes()
+        if isinstance(self._weights, ShardedWeights) and self._weights.forecast_bytes:
+            gathered = self._weights.forecast_bytes
+        placed = self._placed(gathered, max(self.activations_bytes, self._evaluated_bytes))
         self._refuse(placed)
         self.placement = placed
         if self._memory.moves:
             if self._device.type == "cpu":
                 give_back_freed()  # the first step's activations lie where state is to come
             self._move(placed)
+        return True
 
     def _warn_beyond_plan(self, placed: StatePlacement) -> None:
         """Warn, once, if gradients arrived otherwise than in the first step and exceeded the budget."""
@@ -270,8 +313,8 @@ class MemoryBudget:
         if further and placed.device_bytes + further > budget:
             self._has_warned = True
             warnings.warn(
-                f"memory.device_budget = {budget:,}: parameters that the first step used have had no gradient, so that "
-                f"those behind them took {further:,} bytes beyond the {placed.device_bytes:,} that were planned",
+                f"memory.device_budget = {budget:,}: parameters that the first step used had no gradient; chunks "
+                f"behind them took {further:,} bytes beyond the {placed.device_bytes:,} of the plan",
                 stacklevel=2,
             )
 
@@ -279,8 +322,7 @@ class MemoryBudget:
         """Plan gradients as early as they arrived in the first step, on any rank. A chunk that lacks one is open until
         backward is over, and so are those behind it."""
         staging = self._chunks[0].staging if self._chunks else None
-        with self._world.ledger.paused():
-            rows = self._world.gather_json(self._began())
+        rows = self._alike(self._began())
         if staging is None or any(row is None for row in rows):
             return
         began = [min(row[each.number] for row in rows) for each in staging.live_ranges]
@@ -296,7 +338,7 @@ class MemoryBudget:
         on_device = own - placed.off_device
         for link in self._optimizer.links:
             link.drain()
-        if self._optimizer.shards is not None:
+        if placed.beside is not None:
             self._release_slots()
         for index, chunk in enumerate(self._chunks):
             if Name(index, StateKind.WEIGHTS) in on_device:
@@ -310,7 +352,7 @@ class MemoryBudget:
         on_disk = {name.chunk for name in placed.on_disk}
         arena = None if placed.beside is None else partial(self._arena_of, placed)
         self._optimizer.settle_tiers({*range(len(self._chunks))} - off_device, on_disk, arena)
-        if self._optimizer.shards is not None:
+        if placed.beside is not None:
             self._join_slots()
         if isinstance(self._weights, ParameterGather):
             self._weights.replan()
@@ -330,29 +372,32 @@ class MemoryBudget:
             chunk.share_time(weights, gradients, None if last is None else (last, self._optimizer.tiers.up))
         return arena
 
-    def _placed(self, gathered: int, activations: int, plan: GatherPlan | None = None) -> StatePlacement:
+    @property
+    def _fixed(self) -> dict[str, int]:
+        return fixed_of(self._chunks, self._optimizer, is_staged=self._is_staged)
+
+    @property
+    def _beside(self) -> tuple[LiveRange, ...] | None:
+        return beside_of(self._chunks, self._optimizer, self._accumulation, is_staged=self._is_staged)
+
+    def _placed(self, gathered: int, activations: int) -> StatePlacement:
         update = update_bytes_of(self._memory, self._chunks, self._optimizer)
-        fixed = fixed_of(self._chunks, self._optimizer) | {
+        fixed = self._fixed | {
             "gathered": gathered,
             "frozen": self._frozen_bytes,
             "activations": max(activations, update),
+            "messages": self.messages_bytes,
         }
-        return placed_by(
-            self._memory,
-            self._pieces(plan),
-            fixed | self._visiting,
-            self._device,
-            beside_of(self._chunks, self._optimizer, self._accumulation),
-        )
+        return placed_by(self._memory, self._pieces(), fixed | self._visiting, self._device, self._beside)
 
-    def _pieces(self, plan: GatherPlan | None) -> tuple[StatePiece, ...]:
+    def _pieces(self) -> tuple[StatePiece, ...]:
         if not self._memory.moves:
             return ()
         assert isinstance(self._optimizer, ChunkOptimizer)
-        return pieces_of(self._chunks, self._optimizer, plan, self._accumulation, self._frozen)
+        return pieces_of(self._chunks, self._optimizer, self._uses, self._frozen)
 
     def _refuse(self, placed: StatePlacement, *, is_floor: bool = False) -> None:
-        refuse([*self._device_problems(placed, is_floor=is_floor), *self._host_problems(placed)])
+        self._raise([*self._device_problems(placed, is_floor=is_floor), *self._host_problems(placed)])
 
     def _device_problems(
         self, placed: StatePlacement, whose: str = "", *, is_floor: bool = False
@@ -368,8 +413,9 @@ class MemoryBudget:
             self._memory, placed, self._chunks, self._optimizer, self._device, outlives=self._outlives
         )
 
-    def _gathered_bytes(self, plan: GatherPlan | None) -> int:
-        return gathered_bytes((*self._chunks, *self._frozen), plan)
+    def _gathered_bytes(self) -> int:
+        """The least that any plan of gathers takes."""
+        return gathered_bytes((*self._chunks, *self._frozen), None)
 
 
 def _with_changes(

@@ -12,8 +12,8 @@ With narrow states (`moments="bf16"`) each entry is updated by itself.  Its roun
 numbers alone: the same bits at any stage, chunk size and placement.  A rank holds and updates state for the shard of a
 chunk that it owns.  Elementwise rules give the same bits wherever the shards are cut.
 
-State on the host or on disk is copied to the device chunk by chunk (offload/optimizer_states.py), when the plan says,
-or is updated on the host (offload/host_updates.py).  zero/optimizer_state.py has what happens between steps.
+State on the host or on disk is copied to the device chunk by chunk, when the plan says (offload/optimizer_states.py).
+Or it is updated on the host (offload/host_updates.py).  zero/optimizer_state.py has what happens between steps.
 """
 
 from __future__ import annotations
@@ -72,9 +72,8 @@ class Range:
 def ranges_to_update(
     chunk: Chunk, used: Sequence[bool], steps: Sequence[int], *, whole: bool = False
 ) -> Iterator[Range]:
-    """Maximal runs of used entries with equal step counts, cut to what this rank owns of the chunk and counted
-    from there; a run to the last entry takes the chunk's end along. `whole`: each used entry alone, and no more
-    than it."""
+    """Maximal runs of used entries with equal step counts, cut to the owned part and counted from its start; a run to
+    the last entry takes the chunk's end along. `whole`: each used entry alone, and no more than it."""
     entries, (owned_start, owned_stop) = chunk.spec.entries, chunk.owned
     for _, run in groupby(range(len(entries)), key=lambda i: (i if whole else -1, used[i], steps[i])):
         first, *rest = run
@@ -163,7 +162,8 @@ class ChunkOptimizer(OptimizerState):
         self.shards: HostShardStream | None = None
         """Copies of weights and gradients that rest on the host; None if none does."""
         self.arena: Arena | None = None
-        """That has all places on the device, where weights or gradients may rest on the host."""
+        """That has all places on the device, where weights or gradients may rest on the host; None in a pipeline."""
+        self._has_places = not shares
         if shares:
             assert self.tiers is not None
             self.shards = HostShardStream(self._chunks, self.tiers.up, self.tiers.down, records)
@@ -272,14 +272,14 @@ class ChunkOptimizer(OptimizerState):
                 rule.update, step=span.steps + 1, lr=group.lr * factor, grad_scale=grad_scale, draws=draws
             )
             if part.residual is None:
-                stored, seen = part.master[local].view(shape), part.seen(span.start, span.stop)
+                stored, seen = part.master[local].view(shape), part.weights_to_write(span.start, span.stop)
                 weight = stored.to(chunk.types.state)
                 low = stored if weight is not stored else None if seen is None else seen.view(shape)
                 how(ops, group, weight, gradient, states, low=low)
             elif rule.joins(group):
                 masters = part.masters(local)
                 how(ops, group, masters.view(shape), gradient, states)
-                part.set_masters(local, masters)
+                part.set_split_masters(local, masters)
             else:
                 high, residual, ties = part.halves(local)
                 how(ops, group, high, gradient, states, residual=residual, ties=ties)
@@ -383,9 +383,9 @@ class ChunkOptimizer(OptimizerState):
     def settle_tiers(
         self, on_device: Collection[int], on_disk: Collection[int], arena: Callable[[], Arena] | None = None
     ) -> None:  # fmt: skip
-        """Put the records of these chunks on device and disk, others on the host, and weights and gradients where their
-        chunks say. Copies on the device have places in `arena`, which is made after the moves; None: in one for each
-        kind. Between steps. Raises DiskError."""
+        """Put the records of these chunks on device and disk, and others on the host. Weights and gradients go where
+        their chunks say. Copies on the device have places in `arena`, which is made after the moves; None: in one for
+        each kind. Between steps. Raises DiskError."""
         assert self.tiers is not None
         for index in on_device:
             chunk = self._chunks[index]
@@ -404,9 +404,10 @@ class ChunkOptimizer(OptimizerState):
             self._state[index] = self.tiers.at_rest(index)
         self.arena = arena() if arena else None
         self.tiers.settle_places(self.arena)
+        self._has_places = True
         if self.shards:
             self.shards.settle(self.tiers.on_host, self.arena)
-            moving |= self.shards.moving
+            moving |= self.shards.chunks_on_host
         if self.host_updates:
             self.host_updates.settle(self.tiers.on_host)
         self.plan = self._planned(moving)
@@ -439,7 +440,7 @@ class ChunkOptimizer(OptimizerState):
         visiting = {i: sizes[i] for i in moving if not self._is_on_host(i)}
         held, most = tiers.device_bytes, tiers.most_device_bytes
         slots = VISITING[StateKind.OPTIMIZER].wide(self._mix.record_width)
-        foreseen = slots.bytes(visiting) if shards is None else 0
+        foreseen = slots.bytes(visiting) if self.arena is None and self._has_places else 0
         if shards:
             held, most = held + shards.device_bytes, most + shards.most_device_bytes
             foreseen += shards.forecast_bytes if self.arena is None else 0

@@ -116,7 +116,7 @@ class OptimizerState:
         if joined is not None:
             chunk, local, masters = joined
             with self.at_hand(chunk, write=True):
-                chunk.set_masters(local, masters)
+                chunk.set_split_masters(local, masters)
 
     def check(self) -> None:
         """Raise the DiskError that has ended the use of the state, if there is one."""
@@ -197,8 +197,8 @@ class OptimizerState:
         return record_of(self._chunks[index], dict.fromkeys(self._rules[index].states, self._dtype_of(index)))
 
     def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
-        """For each entry of a chunk its whole state tensors in its own shape, and its step count as `step` (0-d
-        int64). Collective where state is sharded."""
+        """The whole state tensors of each entry of a chunk, in its shape, with its step count as `step` (0-d int64).
+        Collective where state is sharded."""
         index = self._index[chunk.spec.id]
         with self.at_hand(chunk) as state:
             whole = {name: chunk.whole(flat) for name, flat in state.items()}

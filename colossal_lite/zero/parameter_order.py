@@ -1,12 +1,13 @@
 """Finds the order in which a forward first uses the parameters of a model: chunks are packed in it.
 
 Note: why it matters.
-Updates run in the order of the chunks during the next forward, each just before the first use of its weights
-(zero/deferred_updates.py).  Reductions of gradients start in the reverse order during backward.  If modules are defined
+Updates run in the order of the chunks during the next forward (zero/deferred_updates.py). Each runs just before the
+first use of its weights.  Reductions of gradients start in the reverse order during backward.  If modules are defined
 in another order than they are used, neither overlaps with computing.  So a model from a callable is first run forward
 without tensors, on ids [1, T].  `plan` does the same, so both pack alike.  Some models cannot be run so: those built
 outside, with inputs that are no ids, or with control flow that reads values.  They are packed in the order of
-definition, and `notice_order` warns if the first real forward shows another.  Numbers do not depend on the order.
+definition, and `warn_if_out_of_order` warns if the first real forward shows another.  Numbers do not depend on the
+order.
 Cost: one more build without storage and one forward without tensors, at the start; our own GPT needs neither.
 """
 
@@ -28,8 +29,10 @@ TOKENS = 8  # of the ids that are sent through: as few as positions, masks and w
 
 
 def order_of_use(module: nn.Module) -> tuple[str, ...] | None:
-    """Names of the parameters of a module that is wholly on the meta device, by their first use in a forward of ids
-    [1, TOKENS]; those that it does not use are left out. None where it cannot be run so, or need not be."""
+    """Names of the parameters in the order of their first use in a forward of ids [1, TOKENS].
+
+    `module` is wholly on the meta device. Unused parameters are left out. None if the module does not run on ids. Also
+    None for our GPT, whose modules are defined in the order of use."""
     if type(module) is GPT:
         return None
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -53,14 +56,16 @@ def order_of_use(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def by_order(held: Mapping[str, V], order: Sequence[str] | None) -> dict[str, V]:
-    """`held`, by name, in this order; parameters that are not in it come last, as given. None: as it is."""
+    """Sort `held` into this order. Names that it lacks come last, as given; None keeps the order."""
     place = {name: index for index, name in enumerate(order or ())}
     return {name: held[name] for name in sorted(held, key=lambda name: place.get(name, len(place)))}
 
 
-def notice_order(module: nn.Module, packed: Sequence[ChunkSpec], names: Mapping[int, str]) -> None:
-    """Warn if the first forward of `module` uses these chunks, which update in their order, in one that leaves a
-    quarter of the updates nothing to hide behind. `names`: of its parameters, by identity."""
+def warn_if_out_of_order(module: nn.Module, packed: Sequence[ChunkSpec], names: Mapping[int, str]) -> None:
+    """Warn if the first forward of `module` uses the chunks in another order than that of their updates.
+
+    It warns where a quarter of the updates would not overlap with computing. `names`: of the parameters, by identity.
+    Its hooks stay until it warns or all chunks have been used."""
     chunk_of = {entry.name: place for place, spec in enumerate(packed) for entry in spec.entries}
     used, handles = set[int](), list[Any]()
 
@@ -70,7 +75,7 @@ def notice_order(module: nn.Module, packed: Sequence[ChunkSpec], names: Mapping[
         if early > max(2, len(packed) // 4):
             warnings.warn(
                 f"model: {type(owner).__name__} is used before {early} chunks of parameters that are defined before "
-                f"its own, so their updates and sums do not overlap with computing; define modules in the order of "
+                f"its own; their updates and sums do not overlap with computing; define modules in the order of "
                 f"their use, or hand `initialize` a callable that builds a model of ids",
                 stacklevel=2,
             )

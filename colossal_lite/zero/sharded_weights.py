@@ -13,9 +13,10 @@ That record is the trace.  The arena is allocated when the trace ends; nothing i
 
 Slots and saved views are in zero/weight_slots.py.  The weights of a recomputed block are not dropped before its
 backward has ended, because nothing requests another unit.
-Source: arXiv 1910.02054, section 5.3; prefetch from the order of the first step as in 2104.07857.
-Frozen weights are gathered and dropped like the others, in chunks of their own.  Backward requests them where an input
-gradient needs them, so those in front of the first trained weight are gathered once.
+Source: arXiv 1910.02054, section 5.3; prefetch from the
+order of the first step as in 2104.07857. Frozen weights are gathered and dropped like the others, in chunks of their
+own.  Backward requests them only where an input gradient needs them.  So those before the first trained weight are
+gathered once.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ class ParameterGather(ShardedWeights):
         return (
             f"{self._phase}: the weights {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} are read when the "
             f"plan of zero.stage=3 has dropped them; a model may leave modules out, but must use them in the order of "
-            f"its first step, and each forward needs a backward of its own; zero.stage=2 has no such rule"
+            f"its first step; each forward needs a backward of its own; zero.stage=2 has no such rule"
         )
 
     # ---- gathers and drops ----

@@ -1,8 +1,9 @@
 """Gathers the weights of pipeline stages where the list of a step says.
 
 Note: the list alone decides (schedule/stage_gathers.py).  An UNSHARD starts the gather of a chunk into its slot, after
-the deferred update of this chunk.  A compute action waits for all chunks of its stage, so its modules need no gate.
-Ranks that share weights run one list, so their gathers have one order, whatever micro-batches are empty here.
+the deferred update of this chunk.  Where this rank's shard rests on the host, a FETCH has begun to copy it there.  A
+compute action waits for all chunks of its stage, so its modules need no gate.  Ranks that share weights run one list,
+so their gathers have one order, even if some micro-batches are empty.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class StageGather(ShardedWeights):
             self._actions, self.slots = actions, gather_slots(actions, numels, parts)
             if self.slots.arena_numel > self._most_planned_numel:
                 self._most_planned_numel = self.slots.arena_numel
-                with _disable_current_modes():  # what the model keeps is measured, not this
+                with (
+                    _disable_current_modes()
+                ):  # the arena is no activation, so memory meters must not count it
                     self._allocate(self._most_planned_numel)
         self._offsets = iter(self.slots.offsets)
         self._has_part.clear()
@@ -66,8 +69,11 @@ class StageGather(ShardedWeights):
             self._keep_part(index)
             self._drop(index)
             return
-        self._run_deferred_until(self._last_trained([index]))
-        self._fetch(index, next(self._offsets), near=action.resource == FROM_NEAR)
+        if index not in self._resident:
+            self._run_deferred_until(self._last_trained([index]))
+            self._fetch(index, next(self._offsets), near=action.resource == FROM_NEAR)
+        if action.kind is ActionKind.UNSHARD:
+            self._gather(index)
 
     def arrive(self, stage: int) -> None:
         for chunk in self._of_stage.get(stage, ()):
@@ -95,8 +101,9 @@ def weights_of(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk], hooks: StageHooks,
     world: Communicator, zero: ZeroConfig, frozen: Sequence[WeightChunk] = (), *, is_staged: bool,
 ) -> ForwardGates:  # fmt: skip
-    """The gates that these chunks need; `parameters` by the names that the chunks have for them; `is_staged`: they
-    are of the stages of a pipeline."""
+    """The gates for these chunks: none sharded, of pipeline stages (`is_staged`), or of a whole model.
+
+    `parameters`: by the names that the chunks have for them."""
     if not any(chunk.is_sharded for chunk in (*chunks, *frozen)):
         return ForwardGates(module, parameters, chunks)
     if is_staged:

@@ -5,8 +5,9 @@ Note: the planner and the running engine call the same functions, so a planned p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,6 +28,7 @@ from colossal_lite.offload.placement import StatePlacement, divide, place, spill
 from colossal_lite.offload.shard_streaming import landing_bytes
 from colossal_lite.schedule.gather_plan import GatherPlan
 from colossal_lite.schedule.interval_packing import LiveRange
+from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.step_moments import Backwards, SharedInterval, moments_of_step
 from colossal_lite.zero.build_chunks import slots_of
 from colossal_lite.zero.gather_units import units_of
@@ -34,34 +36,70 @@ from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.user_optimizer import OwnOptimizer
 
 
+@dataclass(frozen=True)
+class StepUses:
+    """How often a step uses each chunk, by its number in the whole model.
+
+    fetches: times that its weights come into a slot; begins: those whose weights are in one when the step begins;
+    read_late: those whose shard backward reads when its gradient may be complete; sums: of its gradient, None: as
+    many as `every`; shares_time: whether buffers of different times share an arena, in which case one backward after
+    the other has all chunks.
+    """
+
+    every: int = 1
+    fetches: Mapping[int, int] = field(default_factory=dict)
+    begins: frozenset[int] = frozenset()
+    read_late: frozenset[int] = frozenset()
+    sums: Mapping[int, int] | None = None
+    shares_time: bool = True
+
+    @classmethod
+    def of_trace(cls, gathers: GatherPlan | None, accumulation: int, num_chunks: int) -> StepUses:
+        """Of a step without stages: as many micro-batches, each of which gathers by that plan."""
+        if gathers is None:
+            return cls(accumulation)
+        begins = frozenset(gathers.forward[0].resident) if gathers.forward else frozenset[int]()
+        fetches = {chunk: accumulation * times for chunk, times in gathers.stays().items()}
+        return cls(accumulation, fetches, begins, gathers.read_late(num_chunks))
+
+    @classmethod
+    def of_list(cls, actions: Sequence[Action]) -> StepUses:
+        """Of a rank's list of a step of a pipeline; an empty one: of no step yet."""
+        counts = {
+            kind: Counter(a.chunk for a in actions if a.kind is kind and a.chunk is not None)
+            for kind in (ActionKind.RESHARD, ActionKind.REDUCE)
+        }  # each stay ends with a RESHARD
+        return cls(fetches=counts[ActionKind.RESHARD], sums=counts[ActionKind.REDUCE], shares_time=False)
+
+    def sums_of(self, chunk: int) -> int:
+        return self.every if self.sums is None else self.sums.get(chunk, 1)
+
+
 def pieces_of(
-    chunks: Sequence[Chunk], optimizer: ChunkOptimizer, gathers: GatherPlan | None, accumulation: int,
-    frozen: Sequence[WeightChunk] = (),
-) -> tuple[StatePiece, ...]:  # fmt: skip
+    chunks: Sequence[Chunk], optimizer: ChunkOptimizer, uses: StepUses, frozen: Sequence[WeightChunk] = ()
+) -> tuple[StatePiece, ...]:
     """The pieces that may rest on device or host; call it while all of them are on the host. The weights that a step
     begins with are taken from the slots of the update before, if they are updated."""
-    stays = gathers.stays() if gathers else {}
-    begins = gathers.forward[0].resident if gathers and gathers.forward else {}
-    time_shared = _time_shared(chunks, gathers)
+    time_shared = _time_shared(chunks, uses)
     out: list[StatePiece] = []
     for index, chunk in enumerate(chunks):
+        fetches, sums = uses.fetches.get(chunk.spec.id, 0), uses.sums_of(chunk.spec.id)
+        begins = chunk.spec.id in uses.begins
         if optimizer.is_updated_on_host(chunk):
-            fetches = accumulation * stays.get(chunk.spec.id, 0)
-            out += _updated_on_host(index, chunk, optimizer, fetches, accumulation, chunk.spec.id in begins)
+            out += _updated_on_host(index, chunk, optimizer, fetches, sums, begins)
             continue
         if chunk.weights_at_rest is not None:
-            fetches = accumulation * stays.get(chunk.spec.id, 0) - (chunk.spec.id in begins)
-            ups = fetches + chunk.updates_weights
+            ups = fetches - begins + chunk.updates_weights
             shared = SharedInterval.WEIGHTS if index in time_shared else None
             out.append(StatePiece(Name(index, StateKind.WEIGHTS), chunk.resting_bytes, ups, 1, shared=shared))
         if chunk.gradient_at_rest is not None:
-            out += gradients_of(index, chunk.gradient.nbytes, accumulation, time_shared=bool(time_shared))
+            out += gradients_of(index, chunk.gradient.nbytes, sums, time_shared=bool(time_shared))
         record_bytes = optimizer.record_bytes(index)
         if record_bytes:
             out.append(StatePiece(Name(index, StateKind.OPTIMIZER), record_bytes, 1, 1))
     for each in frozen:
         if each.weights_at_rest is not None:
-            ups = accumulation * stays.get(each.spec.id, 0)
+            ups = uses.fetches.get(each.spec.id, 0)
             out.append(StatePiece(Name(each.spec.id, StateKind.FROZEN), each.resting_bytes, ups, 0))
     return tuple(out)
 
@@ -76,15 +114,12 @@ def gradients_of(index: int, size_bytes: int, sums: int, *, time_shared: bool) -
         yield StatePiece(Name(index, StateKind.LAST_SUM), size_bytes, 0, 1, shared=SharedInterval.LAST_SUMS)
 
 
-def _time_shared(chunks: Sequence[Chunk], gathers: GatherPlan | None) -> frozenset[int]:
+def _time_shared(chunks: Sequence[Chunk], uses: StepUses) -> frozenset[int]:
     """The chunks whose weights, if on the device, are needed for a part of a step only. No update reads them, and no
     backward does after their gradients."""
-    late = gathers.read_late(len(chunks)) if gathers else ()
-    return frozenset(
-        index
-        for index, chunk in enumerate(chunks)
-        if chunk.weights_at_rest is not None and not chunk.updates_weights and chunk.spec.id not in late
-    )
+    apart = (c.weights_at_rest is not None and not c.updates_weights for c in chunks)
+    some = {index for index, is_apart in enumerate(apart) if is_apart and uses.shares_time}
+    return frozenset(index for index in some if chunks[index].spec.id not in uses.read_late)
 
 
 def _updated_on_host(
@@ -117,8 +152,10 @@ def _updated_on_host(
             )
 
 
-def fixed_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) -> dict[str, int]:
-    """Bytes on the device of model state that does not move, by kind."""
+def fixed_of(
+    chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer, *, is_staged: bool
+) -> dict[str, int]:
+    """Bytes on the device of model state that does not move, by kind; `is_staged`: of stages of a pipeline."""
     gradients = [
         c.gradient if c.accumulating is None else c.accumulating for c in chunks if c.gradient_at_rest is None
     ]
@@ -126,7 +163,7 @@ def fixed_of(chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer) 
         "weights": sum(c.resting_bytes for c in chunks if c.weights_at_rest is None),
         "gradients": sum(t.numel() * t.element_size() for t in gradients),
     }
-    if not _shares(optimizer):
+    if is_staged or not _shares(optimizer):
         fixed["staging"] = sum(slots.planned_bytes for slots in slots_of(chunks))
     if optimizer.tiers is None:
         fixed["masters"] = sum(c.master_bytes for c in chunks)
@@ -140,10 +177,11 @@ def _shares(optimizer: ChunkOptimizer | OwnOptimizer) -> bool:
 
 
 def beside_of(
-    chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer, accumulation: int
+    chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer, accumulation: int, *, is_staged: bool
 ) -> tuple[LiveRange, ...] | None:  # fmt: skip
-    """The live ranges that share an arena with pieces on the device; None: there is no such arena."""
-    if not isinstance(optimizer, ChunkOptimizer) or optimizer.shards is None:
+    """The live ranges that share an arena with pieces on the device; None: there is no such arena. The backwards of a
+    pipeline's stages have no order that all its schedules keep, so each kind of buffer has its own there."""
+    if is_staged or not _shares(optimizer):
         return None
     backward = (each for slots in slots_of(chunks) for each in slots.live_ranges)
     ranges = moments_of_step(backward, len(chunks))

@@ -189,7 +189,7 @@ def check_apart(
 ) -> None:
     """Raises ValueError for an optimizer that cannot step the parameters of each of `stages` without the others.
 
-    Two steps of a model of the same form with dimensions of 2 are compared, bit by bit, with those of each stage.
+    Two steps of a model of this form with dims of 2 are compared with those of each stage, bitwise.
     """
     whole = _probe(factory, shapes, shapes, device)
     for number, names in enumerate(stages):

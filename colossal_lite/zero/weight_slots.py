@@ -37,7 +37,7 @@ class ShardedWeights(ForwardGates):
         """The link for shards that rest on the host."""
         self._arena: Tensor | None = None
         self.most_numel = self.most_held_numel = 0
-        """Elements of the arena up to the furthest that was used, and those that were used at once, at the most."""
+        """Elements of the arena up to the furthest that was used, and the most that were used at once."""
         self._resident: dict[int, int] = {}  # chunk -> offset
         self._has_part: set[int] = set()  # chunks whose parts the neighbours hold
         super().__init__(module, parameters, chunks, frozen)
@@ -94,8 +94,8 @@ class ShardedWeights(ForwardGates):
         super().remove()
 
     def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
-        # A chunk that one rank alone keeps is never gathered (a weight cut by tensor parallelism, where data has size
-        # 1, beside norms that the tensor ranks share). Its update may be deferred all the same.
+        # A chunk that one rank alone keeps is never gathered. That is a weight cut by tensor parallelism with data=1,
+        # beside norms that the tensor ranks share. Its update may be deferred all the same.
         if whole := [chunk for chunk in needed if not chunk.is_sharded and chunk.spec.id in self._place]:
             yield owner.register_forward_pre_hook(partial(self._enter, whole))
 
@@ -129,8 +129,8 @@ class ShardedWeights(ForwardGates):
     # ---- gathers and drops ----
 
     def _fetch(self, index: int, offset: int | None, *, near: bool = False) -> None:
-        """Give a chunk its slot. Then start the copy of its own shard if that rests on the host, else the gather of all
-        shards, or of the parts at the neighbours."""
+        """Give a chunk its slot. Then start the copy of its own shard if that is on the host. Otherwise start the
+        gather of all shards, or of the neighbours' parts."""
         chunk = self._all[index]
         numel = chunk.spec.numel
         if self._arena is None or offset is None:

@@ -444,7 +444,7 @@ def test_the_json_schema_takes_what_load_takes() -> None:
         (
             {"parallel": {"pipeline": {"schedule": "gpipe"}}},
             "parallel.pipeline.schedule",
-            "pipeline.size is 1",
+            "pipeline.size and pipeline.stages_per_rank are 1",
         ),
         ({"parallel": {"tensor": {"mode": "2d"}}}, "parallel.tensor.mode", "tensor.size is 1"),
         ({"parallel": {"tensor": {"size": 4, "depth": 2}}}, "parallel.tensor.depth", "2.5d"),

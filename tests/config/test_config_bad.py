@@ -270,8 +270,6 @@ def contradictions() -> Iterator[Bad]:
             )
             for more, legal in (
                 ({"clip_grad_norm": 1.0}, "clip_grad_norm=None"),
-                ({"gradient_accumulation": 2}, "gradient_accumulation=1"),
-                ({"parallel": {"pipeline": 2}}, "parallel.pipeline.size=1"),
                 ({"precision": "fp16"}, "precision.dtype='bf16'"),
                 ({"optimizer": {"type": "lamb"}}, "optimizer.type='adamw'"),
                 (

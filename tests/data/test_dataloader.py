@@ -272,6 +272,11 @@ def test_batches_come_on_the_device_asked_for() -> None:
         (7, {}, "dataset: int; legal: a dataset with __len__ and __getitem__, one with __iter__, or a torch"),
         ([1, 2], {"global_batch": None}, "global_batch: none given"),
         ([1, 2], {"labels": "next"}, "labels: 'next'; legal: 'shifted', 'unshifted'"),
+        (
+            dict(train=[1], test=[2]),
+            {},
+            r"dataset: dict of 'train', 'test'; legal: one of them, .* dataset\['train'\]",
+        ),
         ([], {}, "dataset: 0 samples found"),
         ([1, 2], {"global_batch": 3}, "2 samples found, 3 needed for one batch; legal: .*global_batch <= 2"),
         ([1, 2], {"global_batch": 0}, "global_batch: 0; legal: 1 or more"),

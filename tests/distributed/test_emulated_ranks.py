@@ -92,6 +92,23 @@ def test_ranks_that_wait_for_a_failed_one_are_woken_and_its_error_is_raised() ->
     assert time.perf_counter() - began < 10
 
 
+def test_the_error_of_the_first_rank_is_raised_whichever_fails_first_in_time() -> None:
+    world = EmulatedWorld(10.0)
+
+    def first(coord: int) -> None:
+        world.meeting((0, 1)).all_of(coord, torch.ones(1))
+        time.sleep(0.05)
+        world.meeting((0, 1)).all_of(coord, torch.ones(1))  # no rank of it has ended
+        if coord == 0:
+            raise KeyError("of rank 0")
+
+    def last() -> None:
+        raise KeyError("of rank 2")
+
+    with pytest.raises(KeyError, match="of rank 0"):
+        run_emulated(world, [partial(first, 0), partial(first, 1), last])
+
+
 def two_messages(mesh: Mesh) -> list[Tensor]:
     """The second is waited for before the first, as a schedule with several stages on a rank does."""
     comm, here = mesh.axis("tensor"), mesh.rank

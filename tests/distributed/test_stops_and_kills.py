@@ -19,6 +19,7 @@ import torch
 
 from tests.shared.run_trials import (
     Trial,
+    agent,
     ends_within,
     processes,
     ranks_of,
@@ -103,6 +104,26 @@ def kill_the_launcher(folder: Path, delay_s: float, *, saves: bool) -> str:
 
 def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
     print(kill_the_launcher(tmp_path, 0.1, saves=False))
+
+
+@pytest.mark.parametrize(
+    ("killed", "words"), [("launcher", "its launcher (process "), ("store", "the store is gone")]
+)
+def test_a_rank_ends_when_its_launcher_alone_or_its_store_alone_is_gone(
+    killed: str, words: str, tmp_path: Path
+) -> None:
+    script, printed = write_script(tmp_path), tmp_path / "printed.0"
+    trial = Trial(tmp_path, steps=1_000_000, timeout_s=600, saves=False)
+    with processes(script, agent(script, trial, 2, free_port())) as (launcher, store):
+        wait_for(lambda: len(trial.phases(0)) > 20 and len(trial.phases(1)) > 20, 90, "training")
+        (store if killed == "store" else launcher).kill()
+        wait_for(lambda: not ranks_of(script), 10, "ranks end")
+        if killed == "store":
+            wait_for(lambda: "codes [1, 1]" in printed.read_text(), 5, "the codes of the ranks")
+        else:
+            assert store.poll() is None, "it lives"
+    text = printed.read_text()
+    assert all(re.search(rf"rank {rank}: {re.escape(words)}", text) for rank in (0, 1)), text
 
 
 @pytest.mark.campaign

@@ -26,6 +26,7 @@ PLAIN: dict[str, Any] = dict(
     habits=dict(
         build="module", drive="forward_backward", gradients=True, criterion="none", optimizer=None, example=False,
         chunk_bytes=None, evaluate_after=1, evaluate_samples=2, refuse_after=2, refuse="id", reads="nothing",
+        load_before=None,
     ),
     config=dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), zero=dict(stage=1), seed=1, timeout_s=20),
     resume_world=1,
@@ -93,6 +94,14 @@ def test_low_bits_that_split_masters_lose_are_wrong() -> None:
     assert verdict.outcome == "WRONG" and "has other bits than whole" in verdict.why
 
 
+def test_a_state_dict_whose_masters_on_the_host_are_lost_is_wrong() -> None:
+    config = PLAIN["config"] | dict(precision="bf16", memory=dict(placement="host"))
+    habits = PLAIN["habits"] | dict(load_before=1)
+    case = DrawnCase(**PLAIN | dict(config=config, habits=habits, resume_world=0, resume={}))
+    assert outcome_of(case).outcome == "exact"
+    assert outcome_of(case, "what is written to state on the host is lost").outcome == "WRONG"
+
+
 def test_every_planted_fault_has_its_place() -> None:
     for name, (where, _) in FAULTS.items():
         assert place(where).bindings, name
@@ -107,6 +116,17 @@ def test_a_step_in_sixteen_bits_is_judged_at_the_weights_that_the_ranks_saved() 
     zeros = Seen(weights={name: torch.zeros_like(value) for name, value in truth.saved.items()})
     other = at_own_weights(case, truth, zeros, zeros, "fp64")
     assert other.losses[STEPS] == pytest.approx(math.log(16)) == other.evaluated[1]
+
+
+def test_muon_in_sixteen_bits_is_judged_beside_a_plain_loop_that_iterates_in_them_too() -> None:
+    """A gradient of one sample has few singular values, and the iteration makes the noise of the others large."""
+    sizes = PLAIN["model"]["sizes"] | dict(bias=False, width=16)
+    norms = dict(match="*norm*", type="adamw", lr=1e-2)
+    config = PLAIN["config"] | dict(
+        precision="fp16", optimizer=dict(type="muon", lr=2e-2, groups=(norms,)), zero=dict(stage=0)
+    )
+    changes = dict(model=dict(kind="gpt", sizes=sizes), batch=PLAIN["batch"] | dict(labels="one sample"))
+    assert outcome_of(DrawnCase(**PLAIN | changes | dict(config=config, resume_world=0))).outcome == "exact"
 
 
 def test_a_swap_that_its_proof_disproves_is_wrong() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.shared.support import FEATURES, PAGE, Matrix, case_of, measure, pairs, read, refusal, write
+from tests.shared.support import FEATURES, PAGE, case_of, measure, pairs, read, refusal, write
 
 BOUND = 1e-10
 
@@ -37,7 +37,7 @@ def test_a_feature_of_the_matrix_is_legal_alone(name: str) -> None:
 
 @pytest.mark.campaign  # two hundred parity runs
 def test_the_matrix_is_measured_and_written() -> None:
-    found: Matrix = {}
+    found = dict[tuple[str, str], str]()
     for pair in pairs():
         reason = refusal(*pair)
         found[pair] = f"refused {reason}" if reason else f"exact {measure(*pair):.0e}"

@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from colossal_lite.launcher import command, new_command
 
@@ -61,11 +61,17 @@ def test_a_new_project_runs_on_one_rank_and_on_two_with_the_same_losses(tmp_path
     assert (two / "runs/first/checkpoints").is_dir() and (two / "runs/first/evaluation.jsonl").exists()
 
 
-def test_a_new_project_of_a_hugging_face_folder_runs(tmp_path: Path) -> None:
-    LlamaConfig(**TINY).save_pretrained(tmp_path / "model")
+def test_a_new_project_of_a_hugging_face_folder_trains_its_weights_and_the_result_goes_back(
+    tmp_path: Path,
+) -> None:
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path / "model")
     made = new(tmp_path / "tuned", "--hf", str(tmp_path / "model" / "config.json"))
     trained(sys.executable, "train.py", cwd=made)
     assert len(losses(made)) == 2
+    assert command.main(["ckpt", "to-hf", str(made / "runs/first/checkpoints"), str(tmp_path / "back")]) == 0
+    assert json.loads((tmp_path / "back/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    (line,) = re.findall(r"^colossal-lite (plan .*)$", (made / "README.md").read_text(), re.MULTILINE)
+    trained(sys.executable, "-m", "colossal_lite", *line.split(), cwd=made)
 
 
 @pytest.mark.parametrize("has_weights", [False, True])

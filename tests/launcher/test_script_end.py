@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,21 @@ def test_the_first_rank_tells_of_its_own_files_and_where_it_was_raised(
         "json.decoder.JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)\n"
         "all of the traceback: logs/rank-00001.log\n"
     )
+
+
+def test_a_refusal_from_within_an_installed_package_names_the_line_of_the_user_that_led_there(
+    rank_1: ScriptEnd, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (package := tmp_path / "site-packages" / "theirs.py").parent.mkdir()
+    package.write_text("def call(f): f({1: 1})  # of the package\n")
+    own = tmp_path / "train.py"
+    own.write_text("def main(call, f): call(f)  # of the user\n")
+    places: dict[str, dict[str, Any]] = {name: {} for name in (str(package), str(own))}
+    for name, place in places.items():
+        exec(compile(Path(name).read_text(), name, "exec"), place)
+    error = raised(lambda: places[str(own)]["main"](places[str(package)]["call"], Config.load))
+    ended(rank_1, error)
+    assert capsys.readouterr().err.endswith(f"\n  {own}, line 1: def main(call, f): call(f)  # of the user\n")
 
 
 def test_a_rank_that_fails_because_another_did_prints_one_line_and_under_torchrun_none(

@@ -21,7 +21,7 @@ from colossal_lite.parallel.parallelize import Parallelized, parallelize
 from colossal_lite.parallel.whole_sizes import Cut, CutError, Part, viewed
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.shared.pool import RankEnv, run_world
-from tests.shared.written_models import HEADS, STYLES, TOKENS, WIDTH, WORDS
+from tests.shared.written_models import HEADS, LEFT_WHOLE, STYLES, TOKENS, WIDTH, WORDS
 
 COLWISE = {
     "fused, tied": "colwise:qkv",
@@ -74,6 +74,13 @@ def test_heads_that_do_not_divide_are_left_whole_and_told() -> None:
     with pytest.warns(UserWarning, match="left whole, exact but with no saving: .*attn.*need the same rows"):
         made = parallel(STYLES["fused, tied"](), size=8)
     assert made.plan["transformer.h.*.attn.c_attn"] == "replicate"
+    assert made.plan["transformer.h.*.mlp.c_fc"] == "colwise"
+
+
+def test_an_attention_that_is_left_whole_sees_whole_sequences() -> None:
+    with pytest.warns(UserWarning, match="left whole, exact but with no saving: .*attn.heads.0.key"):
+        made = parallel(LEFT_WHOLE["heads apart, dropout"](), size=2, sequence_parallel=True)
+    assert made.form.sequence_parallel and made.plan["transformer.h.*.attn"] == "replicate:whole"
     assert made.plan["transformer.h.*.mlp.c_fc"] == "colwise"
 
 
@@ -163,7 +170,7 @@ def trained(env: RankEnv, style: str, parallel: Mapping[str, Any]) -> tuple[list
         precision="fp64", optimizer=dict(type="sgd", lr=0.5), seed=1, timeout_s=60, parallel=dict(parallel)
     )
     with env.launch(config) as context:
-        engine = cl.initialize(STYLES[style](), context=context)
+        engine = cl.initialize((STYLES | LEFT_WHOLE)[style](), context=context)
         losses = [float(engine.train_step(batch(step)).loss) for step in range(3)]
         return losses, engine.full_state_dict()
 
@@ -177,6 +184,7 @@ def trained(env: RankEnv, style: str, parallel: Mapping[str, Any]) -> tuple[list
         ("grouped, rotary", dict(size=4)),
         ("interleaved, ALiBi", dict(size=2)),
         ("einops", dict(size=2)),
+        ("heads apart, dropout", dict(size=2, sequence_parallel=True)),
     ],
     ids=str,
 )

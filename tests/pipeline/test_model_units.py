@@ -495,6 +495,22 @@ def test_a_model_without_sizes_is_cut_by_the_clock_of_an_example() -> None:
         assert math.isclose(loss, same, rel_tol=1e-6)
 
 
+class Folded(nn.Module):
+    """Fails on no samples, as attention of Hugging Face does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, 2).flatten(2).tanh()
+
+
+def folded() -> nn.Module:
+    return nn.Sequential(nn.Embedding(V, D), Folded(), nn.Linear(D, D), Folded(), nn.Linear(D, V))
+
+
+def test_a_rank_without_samples_of_the_example_takes_part_in_the_profile() -> None:
+    pipeline = dict(micro_batches=None, partition="profiled")
+    assert_parity(case_of(folded, pipeline=pipeline, world_size=4, global_batch=1, shows=True))
+
+
 def cut_again(env: RankEnv, folder: str) -> tuple[list[Any], list[str]]:
     """Stages of a run, of its resume after the clock has changed, and of one that knows no directory; warnings."""
     pipeline = dict(size=2, micro_batches=3, partition="profiled")

@@ -165,6 +165,7 @@ def test_a_function_that_builds_a_model_is_planned(tmp_path: Path, monkeypatch: 
     text = "from sizes_here import WIDTH\nfrom torch import nn\n"
     text += (
         "def build(): return nn.Sequential(nn.Embedding(10, WIDTH), nn.Linear(WIDTH, 10))\ndef none(): pass\n"
+        "def loads(): raise RuntimeError('not on meta')\n"
     )
     (tmp_path / "model_here.py").write_text(text)
     for name in (f"{tmp_path}/model_here.py:build", "model_here:build"):
@@ -174,6 +175,10 @@ def test_a_function_that_builds_a_model_is_planned(tmp_path: Path, monkeypatch: 
         assert plan({}, model, batch=2, sequence=4, world_size=1).parameters == 10 * 8 + 8 * 10 + 10
     with pytest.raises(ValueError, match="returns a NoneType; legal: an nn.Module"):
         plan({}, find_model("model_here.py:none"), batch=2, sequence=4, world_size=1)
+    with pytest.raises(
+        ValueError, match="loads: RuntimeError: not on meta; legal: .*a Hugging Face folder is"
+    ):
+        plan({}, find_model("model_here.py:loads"), batch=2, sequence=4, world_size=1)
 
 
 @pytest.mark.parametrize(

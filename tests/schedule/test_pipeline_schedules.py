@@ -506,3 +506,34 @@ def test_an_update_within_backward_stands_right_behind_its_sum() -> None:
     (actions,) = step_plan(PipelineConfig(), step)
     ends = [(a.kind, a.chunk) for a in actions if a.chunk is not None]
     assert ends == [(kind, chunk) for chunk in (2, 1, 0) for kind in (ActionKind.REDUCE, ActionKind.UPDATE)]
+
+
+@pytest.mark.parametrize("reduce", ["step", "micro_batch"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_update_within_backward_of_a_pipeline_comes_before_further_computing(
+    name: str, reduce: Any
+) -> None:
+    """But that of a chunk of the first and the last stage, which all ranks sum at the end."""
+    stages_per_rank = SCHEDULES[name].stages_per_rank[0]
+    stages = 3 * stages_per_rank
+    chunks = [(2 * stage + 1, 2 * stage + 2) for stage in range(stages)]
+    own = ((0, *chunks[0]), *chunks[1:-1], (0, *chunks[-1]))
+    pipeline = PipelineConfig(size=3, schedule=name, stages_per_rank=stages_per_rank)
+    step = StepShape(
+        5,
+        stages_per_rank=own,
+        reduce=reduce,
+        update="backward",
+        trainable=(True,) * stages,
+        accumulation_steps=2,
+    )
+    for actions in step_plan(pipeline, step):
+        for place, action in enumerate(actions):
+            if action.kind is ActionKind.UPDATE and action.chunk:
+                before = [a for a in actions[:place] if a.kind in COMPUTE_KINDS]
+                assert before[-1].stage == action.stage and before[-1].micro_batch == 9
+                assert not any(
+                    a.kind is ActionKind.REDUCE and a.chunk == action.chunk for a in actions[place:]
+                )
+        updated = [a.chunk for a in actions if a.kind is ActionKind.UPDATE]
+        assert sorted(updated) == sorted({a.chunk for a in actions if a.kind is ActionKind.REDUCE})

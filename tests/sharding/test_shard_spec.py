@@ -13,7 +13,6 @@ from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import (
     Factor,
-    Flat,
     Partial,
     Replicate,
     Shard,
@@ -113,4 +112,3 @@ def test_gradient_placement_alone_decides_the_sync_axes() -> None:
     assert spec.sync_axes(LAYOUT) == ("data", "tensor.row")
     owners = [r for r in range(LAYOUT.world_size) if is_owner(spec, LAYOUT.coords(r))]
     assert owners == [0]
-    assert spec.at(Flat(3, 8, 16)).flat == Flat(3, 8, 16)

@@ -8,6 +8,7 @@ from typing import Any
 RARE: tuple[Mapping[str, Any], ...] = (
     {"axis": "tensor", "tensor": "2d", "drive": "own loop", "ranks": 4},
     {"axis": "tensor", "tensor": "1d", "kv_heads": 2, "kind": "gpt", "ranks": 4},
+    {"axis": "sequence", "sequence": "ring", "ranks": 4},  # a ring of two turns both ways at once
     {"axis": "sequence", "sequence": "ring_full", "kind": "gpt", "causal": False, "ranks": 2},
     {"axis": "tensor", "tensor": "1d", "zero": 3, "memory": "host", "ranks": 2},
     {"axis": "pipeline", "schedule": "zb-h1", "ranks": 2},
@@ -22,6 +23,7 @@ RARE: tuple[Mapping[str, Any], ...] = (
     {"axis": "tensor", "tensor": "1d", "tied": True, "ranks": 2},
     {"optimizer": "muon", "ranks": 1},
     {"precision": "split", "ranks": 1},
+    {"precision": "bf16", "memory": "host", "load_before": 2, "ranks": 1},  # masters in records
     {"optimizer": "lamb", "ranks": 1},
     {"memory": "host", "ranks": 1},
     {"auxiliary": True, "ranks": 1},

@@ -33,7 +33,7 @@ from tests.shared.drawn_models import OWN_PLAN, build_model, given, make_batch
 from tests.shared.emitting import emits_plainly
 from tests.shared.parity import DTYPE, counted_dropout
 from tests.shared.places import patched
-from tests.shared.plain_optimizers import plain_optimizers
+from tests.shared.plain_optimizers import Muon, plain_optimizers
 from tests.shared.pool import RankEnv
 
 OWN_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -89,7 +89,13 @@ def mean(logits: Tensor, labels: Tensor) -> Tensor:
     return total / count
 
 
-CRITERIA = {"none": None, "mean": mean, "sum and count": summed}
+CRITERIA: dict[str, Any] = {"none": None, "mean": mean, "sum and count": summed, "model": "model"}
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """What a model of any kind gives."""
+    found: Tensor = getattr(outputs, "logits", outputs[0] if isinstance(outputs, tuple) else outputs)
+    return found
 
 
 def new_model(case: DrawnCase) -> Any:
@@ -201,7 +207,7 @@ def _step(engine: cl.Engine, context: cl.Context, case: DrawnCase, number: int, 
         for part in _micro_batches(batch, context.config.gradient_accumulation):
             inputs, labels = part
             outputs = engine(**inputs) if isinstance(inputs, dict) else engine(inputs)
-            total, count = summed(getattr(outputs, "logits", outputs), labels)
+            total, count = summed(logits_of(outputs), labels)
             engine.backward(total / count.clamp(min=1), int(count))
         result = engine.step()
     else:
@@ -233,7 +239,7 @@ def _micro_batches(batch: Any, parts: int) -> Iterator[tuple[Any, Tensor]]:
 
 
 def _beside_steps(engine: cl.Engine, context: cl.Context, case: DrawnCase, number: int, seen: Seen) -> None:
-    """The refused batch and the evaluation, if they come before step `number`."""
+    """The refused batch, halved weights and the evaluation, if they come before step `number`."""
     if case.habits["refuse_after"] == number:
         seen.phase = "refused batch"
         try:
@@ -241,6 +247,11 @@ def _beside_steps(engine: cl.Engine, context: cl.Context, case: DrawnCase, numbe
             seen.told = "accepted"
         except ValueError as error:
             seen.told = f"{type(error).__name__}: {error}"
+    if case.habits["load_before"] == number:
+        seen.phase = "load of halved weights"
+        buffers = dict(build_model(case.model).named_buffers())
+        state = engine.full_state_dict()
+        engine.load_full_state_dict({n: value if n in buffers else value / 2 for n, value in state.items()})
     if case.habits["evaluate_after"] == number:
         seen.phase = "evaluation"
         seen.evaluated = _evaluated(engine, context, case, -1)
@@ -313,6 +324,8 @@ def plain_run(case: DrawnCase, dtype: str, skipped: list[bool]) -> Truth:
     loop = PlainLoop(case, dtype)
     losses, norms, gradients, evaluated, kept = [], [], [], [math.nan, math.nan], []
     for number in range(STEPS + 1):
+        if case.habits["load_before"] == number:
+            loop.halve()
         if case.habits["evaluate_after"] == number and number < STEPS:
             evaluated[0] = loop.evaluate(-1)
         if number == STEPS:
@@ -366,7 +379,8 @@ class PlainLoop:
         self.trained = {
             n: nn.Parameter(self.initial[n].clone()) for n, p in self.named.items() if p.requires_grad
         }
-        self.masters = self.initial | {n: p.detach() for n, p in self.trained.items()}
+        self.masters = {name: value.clone() for name, value in self.initial.items()}
+        self.masters |= {n: p.detach() for n, p in self.trained.items()}
         given_precision = config["precision"]
         master = given_precision.get("master") if isinstance(given_precision, Mapping) else None
         self.keeps_masters = master != "none" or dtype != case.dtype
@@ -378,11 +392,19 @@ class PlainLoop:
         else:
             settings = {n: v for n, v in config["optimizer"].items() if n not in OURS}
             self.optimizers = plain_optimizers(settings, self.trained)
+            for each in self.optimizers:
+                if isinstance(each, Muon):
+                    each.half = DTYPE[dtype].itemsize == 2
         self.peaks = [[group["lr"] for group in each.param_groups] for each in self.optimizers]
         self.schedule = LRSchedulerConfig.model_validate(config.get("lr_scheduler", {}))
 
     def weights(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.masters.items()}
+
+    def halve(self) -> None:
+        """Halve all weights, as somebody does who loads a state dict between steps."""
+        for master in self.masters.values():
+            master.div_(2)
 
     def _loss(self, number: int, samples: int) -> Tensor:
         with torch.no_grad():
@@ -395,10 +417,13 @@ class PlainLoop:
         inputs = inputs.to(DTYPE[self.dtype]) if inputs.is_floating_point() else inputs
         positions = torch.arange(1 if inputs.is_floating_point() else inputs.shape[1])
         self.streams.begin(number, sample_numbers(self.case, number, samples), positions)
+        if self.case.habits["criterion"] == "model":
+            own: Tensor = self.model(inputs, labels)[1]  # in the model's dtype, as on the ranks
+            return own
         outputs = (
             self.model(input_ids=inputs, **batch) if self.case.batch["form"] == "dict" else self.model(inputs)
         )
-        total, count = summed(getattr(outputs, "logits", outputs), labels)
+        total, count = summed(logits_of(outputs), labels)
         loss: Tensor = sum(self.emitted, total / count)
         self.emitted.clear()
         return loss

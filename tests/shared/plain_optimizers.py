@@ -70,7 +70,11 @@ class LAMB(Plain):
 
 
 class Muon(Plain):
-    """Jordan et al., "Muon", 2024, in the parameters' own dtype; torch's scale of a tall matrix."""
+    """Jordan et al., "Muon", 2024, in the parameters' own dtype; torch's scale of a tall matrix.
+
+    `half`: the iteration runs in bfloat16, as torch's does."""
+
+    half = False
 
     def __init__(
         self,
@@ -86,10 +90,12 @@ class Muon(Plain):
         mu = group["momentum"]
         b = state["b"] = mu * state.get("b", 0) + (1 - mu) * g
         x = (1 - mu) * g + mu * b if group["nesterov"] else b
+        x = x.bfloat16() if self.half else x
         x = x / x.norm().clamp(min=1e-7)  # a gradient of zeros is an update of zeros
         for _ in range(5):  # x (a + b s + c s s) with s = x^T x
             s = x.T @ x
             x = 3.4445 * x - 4.7750 * x @ s + 2.0315 * x @ s @ s
+        x = x.to(p.dtype)
         scale = max(1.0, p.shape[0] / p.shape[1]) ** 0.5
         return p * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * scale * x
 

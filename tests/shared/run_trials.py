@@ -82,6 +82,25 @@ def main():
 if __name__ == "__main__":
     main()
 """
+STORE = """
+import sys, time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+time.sleep(600)
+"""
+"""Serves the store of a run, apart from its launcher."""
+AGENT = """
+import os, subprocess, sys
+world_size, port, *command = sys.argv[1:]
+shared = dict(
+    WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+    TORCHELASTIC_RUN_ID="trial", TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_USE_AGENT_STORE="True",
+)
+def start(rank):
+    return subprocess.Popen([sys.executable, *command], env=os.environ | shared | dict(RANK=rank, LOCAL_RANK=rank))
+ranks = [start(str(rank)) for rank in range(int(world_size))]
+print("codes", [each.wait() for each in ranks], flush=True)
+"""
+"""Starts ranks as torchrun's agent does, with a store that another process serves."""
 
 
 @dataclass(frozen=True)
@@ -201,3 +220,9 @@ def srun(script: Path, trial: Trial, world_size: int, port: int) -> list[tuple[l
     """The commands of all ranks of a run as srun starts them."""
     command = [sys.executable, str(script), *trial.arguments()]
     return [(command, by_srun(rank, world_size, port)) for rank in range(world_size)]
+
+
+def agent(script: Path, trial: Trial, world_size: int, port: int) -> list[tuple[list[str], dict[str, str]]]:
+    """The commands of a run whose launcher and whose store are processes apart."""
+    command = [sys.executable, "-c", AGENT, str(world_size), str(port), str(script), *trial.arguments()]
+    return [(command, {}), ([sys.executable, "-c", STORE, str(port)], {})]

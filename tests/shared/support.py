@@ -18,6 +18,7 @@ import torch
 from colossal_lite.config.config import Config
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.parallel.parallelize import facts_of, parallelize
+from tests.shared import matrix
 from tests.shared.parity import Case, assert_parity
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
@@ -124,7 +125,6 @@ def measure(a: str, b: str) -> float:
 
 # ---- the page ----
 
-Matrix = dict[tuple[str, str], str]
 HEAD = """# What goes with what
 
 | in a cell | |
@@ -149,39 +149,12 @@ the suite `tests/house/test_support.py` compares the page with the rules.
 """
 
 
-def write(found: Matrix) -> str:
+def write(found: matrix.Matrix) -> str:
     """The page for states `exact 1.2e-15` and `refused WORDS` by pair."""
     names = list(FEATURES)
-    reasons = list(dict.fromkeys(state for state in found.values() if state.startswith("refused ")))
-    lines = [HEAD + "| | " + " | ".join(names[1:]) + " |", "|---" * len(names) + "|"]
-    for row in names[:-1]:
-        cells = []
-        for column in names[1:]:
-            state = found.get((row, column), "")
-            if state.startswith("refused "):
-                cells.append(f"**R{reasons.index(state) + 1}**")
-            else:
-                cells.append(state.removeprefix("exact ") or "·")
-        lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    lines.append("")
-    lines += [f"- **R{i}** {reason.removeprefix('refused ')}" for i, reason in enumerate(reasons, 1)]
-    return "\n".join(lines) + "\n"
+    return HEAD + matrix.write(found, names[:-1], names[1:])
 
 
-def read(text: str) -> Matrix:
+def read(text: str) -> dict[tuple[str, str], str]:
     """The inverse of `write`."""
-    reasons = dict(re.findall(r"^- \*\*(R\d+)\*\* (.*)$", text, re.M))
-    table = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in text.removeprefix(HEAD).splitlines()
-        if line[:1] == "|"
-    ]
-    columns = table[0][1:]
-    found: Matrix = {}
-    for name, *cells in table[2:]:
-        for column, cell in zip(columns, cells, strict=True):
-            if cell.startswith("**R"):
-                found[name, column] = f"refused {reasons[cell.strip('*')]}"
-            elif cell != "·":
-                found[name, column] = f"exact {cell}"
-    return found
+    return matrix.read(text.removeprefix(HEAD))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -157,6 +158,32 @@ OTHERS: dict[str, Case] = {
     "a rank without samples, copies in order": replace(
         CASE, global_batch=1, config=ADAMW | dict(zero=dict(stage=1, shard_size=1, sum_order="ordered"), timeout_s=10)
     ),
+    "two micro-batches": replace(CASE, config=ADAMW | dict(gradient_accumulation=2)),
+    "three micro-batches, in order, a rank without samples": replace(
+        CASE, global_batch=5, config=ADAMW | dict(zero=dict(stage=1, sum_order="ordered"), gradient_accumulation=3)
+    ),
+    "two micro-batches, updated on the host": replace(
+        CASE,
+        config=ADAMW
+        | dict(zero=dict(stage=3), gradient_accumulation=2, memory=dict(placement="host", update_on="host")),
+    ),
+    "two micro-batches, copies": replace(
+        CASE, world_size=4,
+        config=ADAMW | dict(zero=dict(stage=2, shard_size=2, reduce_every="micro_batch"), gradient_accumulation=2),
+    ),
+    "a pipeline": replace(CASE, pipeline=dict(size=2, micro_batches=3), config=ADAMW),
+    "a pipeline of one micro-batch, breadth first": replace(
+        CASE, layers=4, pipeline=dict(size=2, schedule="bfs", stages_per_rank=2, micro_batches=1), config=ADAMW
+    ),
+    "a pipeline, sharded, updated on the host": replace(
+        CASE, world_size=4, layers=4, global_batch=7,
+        pipeline=dict(size=2, schedule="interleaved", stages_per_rank=2, micro_batches=2),
+        config=ADAMW | dict(zero=dict(stage=3), memory=dict(placement="host", update_on="host")),
+    ),
+    "a pipeline, split backward, accumulation": replace(
+        CASE, layers=4, global_batch=6, pipeline=dict(size=2, schedule="zb-v", micro_batches=2),
+        config=ADAMW | dict(zero=dict(stage=2), gradient_accumulation=2),
+    ),
     "untied, gloo, float32": replace(
         CASE, family="llama", tied=False,
         config=ADAMW | dict(zero=dict(stage=1), backend="gloo", precision="fp32"),
@@ -192,13 +219,15 @@ def test_a_rank_that_lacks_a_gradient_waits_for_what_the_others_say_of_it(stage:
 
 
 def own_loop(env: RankEnv, case: Case, counts: bool) -> Any:
+    parts = case.config.get("gradient_accumulation", 1)
     with env.launch(case.full_config) as context:
         engine, steps = start(case, context), []
         cut = context.local_batch(case.global_batch)
         for number in range(case.steps):
-            inputs, labels = (part[cut] for part in case.batch(number))
-            loss = nn.functional.cross_entropy(engine(inputs).float().flatten(0, 1), labels.flatten())
-            engine.backward(loss, int((labels != -100).sum()) if counts else None)
+            for part in range(parts):
+                inputs, labels = (part[cut] for part in case.batch(parts * number + part))
+                loss = nn.functional.cross_entropy(engine(inputs).float().flatten(0, 1), labels.flatten())
+                engine.backward(loss, int((labels != -100).sum()) if counts else None)
             result = engine.step()
             steps.append(
                 (float(result.loss), result.grad_norm, result.lr, result.skipped, engine.full_state_dict())
@@ -213,6 +242,35 @@ def test_a_loop_of_ones_own_updates_in_backward_too(stage: int, counts: bool) ->
     assert same_bits(run_world(own_loop, 2, within(case), counts), run_world(own_loop, 2, case, counts))
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loop_of_ones_own_updates_in_its_last_backward_too(stage: int) -> None:
+    config = ADAMW | dict(zero=dict(stage=stage), precision="bf16", gradient_accumulation=2)
+    case = replace(CASE, config=config)
+    assert same_bits(run_world(own_loop, 2, within(case), True), run_world(own_loop, 2, case, True))
+
+
+def miscounted(env: RankEnv, case: Case) -> list[str]:
+    """What a loop is told that calls backward once, or three times, where a step has two micro-batches."""
+    told = []
+    with env.launch(case.full_config) as context:
+        for calls in (1, 3):
+            engine = start(case, context)
+            inputs, _ = (part[context.local_batch(case.global_batch)] for part in case.batch(0))
+            with pytest.raises(ValueError) as caught:
+                for _ in range(calls):
+                    engine.backward(engine(inputs).float().square().mean())
+                engine.step()
+            told.append(str(caught.value))
+        return told
+
+
+def test_a_loop_that_calls_backward_another_number_of_times_is_refused_by_name() -> None:
+    config = ADAMW | dict(zero=dict(stage=1), precision="bf16", gradient_accumulation=2)
+    for fewer, more in run_world(miscounted, 2, within(replace(CASE, config=config))):
+        assert "step: after 1 calls of backward" in fewer and "gradient_accumulation=2" in fewer
+        assert WORDS in fewer and WORDS in more
+
+
 # ---- planted faults ----
 
 
@@ -223,9 +281,12 @@ def all_at_once(original: Any, self: Any, chunk: Any) -> None:
     self._deferred.until(self._place[chunk.spec.id])
 
 
-def by_own_tokens(original: Any, self: Any, told: Tensor, factor: float, comparison: Any) -> None:
-    with patch.object(type(self._mesh.world), "all_reduce", lambda comm, tensor: tensor):
-        original(self, told, factor, comparison)
+def by_own_tokens(original: Any, self: Any, told: Tensor, comparison: Any) -> None:
+    def alone(comm: Any, tensor: Tensor) -> Any:
+        return SimpleNamespace(wait=lambda: tensor)
+
+    with patch.object(type(self._mesh.world), "all_reduce_async", alone):
+        original(self, told, comparison)
 
 
 def never_fetched(original: Any, self: Any, chunk: Any, *, changed: bool) -> None:
@@ -242,7 +303,7 @@ def before_the_sum(original: Any, self: Any) -> None:
 
 FAULTS: dict[str, tuple[str, Any]] = {
     "an update does not wait for what other ranks have used": ("UpdatesInBackward.summed", all_at_once),
-    "an update divides by the tokens of its rank": ("Updates.begin", by_own_tokens),
+    "an update divides by the tokens of its rank": ("Updates.announce", by_own_tokens),
     "new weights are not fetched": ("ForwardGates.updated", never_fetched),
     "an update takes a gradient that is not summed": ("Chunk.finish_reduce", before_the_sum),
 }
@@ -307,6 +368,19 @@ def test_a_parameter_takes_12_bytes_and_a_bit_beside_slots_that_do_not_grow_with
 def test_bytes_of_state_and_of_the_wire_are_as_planned(zero: dict[str, Any]) -> None:
     config = ADAMW | dict(precision="bf16", zero=zero)
     assert_predicted(within(Case(world_size=4 if "shard_size" in zero else 2, global_batch=8, config=config)))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bytes_of_state_and_of_the_wire_are_as_planned_with_two_micro_batches(stage: int) -> None:
+    config = ADAMW | dict(precision="bf16", zero=dict(stage=stage), gradient_accumulation=2)
+    assert_predicted(within(Case(world_size=2, global_batch=8, config=config)))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_bytes_of_state_and_of_the_wire_are_as_planned_in_a_pipeline(micro_batches: int) -> None:
+    pipeline = dict(size=2, schedule="bfs", stages_per_rank=2, micro_batches=micro_batches)
+    config = ADAMW | dict(precision="bf16", zero=dict(stage=2))
+    assert_predicted(within(Case(world_size=4, layers=4, global_batch=8, pipeline=pipeline, config=config)))
 
 
 def test_bytes_of_state_and_of_the_wire_are_as_planned_with_updates_on_the_host() -> None:

@@ -114,14 +114,14 @@ def _all_away(placed: StatePlacement) -> int:
 SETTLE = MemoryBudget.settle
 
 
-def noted(engine: Engine, meter: LiveBytes, first: list[int]) -> None:
+def noted(engine: Engine, meter: LiveBytes, first: list[int], *step: Any) -> bool:
     """Note what the first step has held at the most, with its gathered weights, which no meter sees; then settle."""
     memory_budget = engine._memory_budget
     assert memory_budget is not None
     if memory_budget.placement is None:
         rows = [row for row in engine.memory_report() if row.tier == "cpu"]
         first.append(sum(row.forecast_bytes or 0 for row in rows) + meter.peak_bytes)
-    SETTLE(memory_budget)
+    return SETTLE(memory_budget, *step)
 
 
 def auto(budget: int, **more: Any) -> dict[str, Any]:
