@@ -45,7 +45,7 @@ from colossal_lite.numerics.lr_schedules import told_of_end
 from colossal_lite.numerics.optimizers import assign_groups, check_whole_tensors, groups_of
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
-from colossal_lite.parallel.layer_swap import cut_values
+from colossal_lite.parallel.layer_swap import cut_range
 from colossal_lite.parallel.loss import Criterion, Loss
 from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
@@ -166,7 +166,7 @@ def _initialize(
     )  # fmt: skip
     drop_other_stages(module, stages)
     chunks, frozen = _build_chunks(
-        module, names, originals, recipes, parallelized.specs, all_packed, stages, context, tuple(numels), records
+        module, names, originals, recipes, parallelized, all_packed, stages, context, tuple(numels), records
     )  # fmt: skip
     if order is None and context.is_main and config.compile == "none":
         warn_if_out_of_order(
@@ -443,25 +443,26 @@ def _check_optimizer(
 
 def _build_chunks(
     module: nn.Module, names: GlobalNames, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
-    specs: Mapping[str, ShardSpec], packed: Sequence[ChunkSpec], stages: Stages, context: Context,
+    parallelized: Parallelized, packed: Sequence[ChunkSpec], stages: Stages, context: Context,
     order: Sequence[str], records: TaskRecords,
 ) -> tuple[tuple[Chunk, ...], tuple[WeightChunk, ...]]:  # fmt: skip
     """Allocate and fill the chunks of this rank's parameters; `order` names all parameters in order of use.
 
     Trainable chunks are not filled if their records were parked. Parameters in no chunk are converted in place."""
     config, device = context.config, context.device
+    specs, ops = parallelized.specs, parallelized.ops
     precision = Precision.of(config.precision)
     layout, coords = context.mesh.layout, context.mesh.coords
     _materialise(module, device, precision.compute)
     named = names.parameters(module)
 
-    def initial(name: str) -> Tensor:
+    def initial(name: str, start: int, stop: int) -> Tensor:
         def fetch(start: int, stop: int) -> Tensor:
             if recipes is None:
                 return originals[name].detach().reshape(-1)[start:stop]
-            return replay(recipes[name], config.seed, name, start, stop)
+            return replay(recipes[name], config.seed, name, start, stop, device, ops)
 
-        return to_device(cut_values(specs[name], layout, coords, fetch), device)
+        return to_device(cut_range(specs[name], layout, coords, fetch, start, stop), device)
 
     in_turn = {name: named[name] for name in order if name in named}
     mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
@@ -472,10 +473,11 @@ def _build_chunks(
     frozen = build_frozen(mine, config, context.mesh, device, records)
     for chunk in (*chunks, *frozen):
         left = records.kept is not None and trains(chunk.spec)
-        chunk.adopt(named, None if left else {e.name: initial(e.name) for e in chunk.spec.entries})
+        chunk.adopt(named, None if left else initial)
     packed_names = {entry.name for spec in packed for entry in spec.entries}
     for name in named.keys() - packed_names:
-        named[name].data = initial(name).to(precision.compute)
+        parameter = named[name]
+        parameter.data = initial(name, 0, parameter.numel()).view(parameter.shape).to(precision.compute)
     return chunks, frozen
 
 

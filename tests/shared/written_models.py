@@ -116,13 +116,13 @@ class Head(nn.Module):
         super().__init__()
         self.key, self.query, self.value = (nn.Linear(WIDTH, HEAD, bias=False) for _ in range(3))
         self.register_buffer("tril", torch.ones(TOKENS, TOKENS).tril())
-        self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         _, T, _ = x.shape
         wei = self.query(x) @ self.key(x).transpose(-2, -1) * HEAD**-0.5
-        wei = F.softmax(wei.masked_fill(self.tril[:T, :T] == 0, float("-inf")), dim=-1)
-        out: Tensor = self.dropout(wei) @ self.value(x)
+        out: Tensor = F.softmax(wei.masked_fill(self.tril[:T, :T] == 0, float("-inf")), dim=-1) @ self.value(
+            x
+        )
         return out
 
 
@@ -135,7 +135,10 @@ class HeadsApart(nn.Module):
         self.proj, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.dropout(self.proj(torch.cat([h(x) for h in self.heads], dim=-1)))
+        heads = self.dropout(
+            torch.stack([h(x) for h in self.heads], dim=1)
+        )  # as many heads as a rank has tokens
+        out: Tensor = self.dropout(self.proj(heads.transpose(1, 2).flatten(2)))
         return out
 
 
