@@ -47,7 +47,7 @@ from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
 from colossal_lite.parallel.layer_swap import cut_range
 from colossal_lite.parallel.loss import Criterion, Loss
-from colossal_lite.parallel.model_loss import ModelLoss, model_loss
+from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
 from colossal_lite.parallel.sequence_parallel import sees_whole_sequences
 from colossal_lite.parallel.tensor_modes import Form
@@ -159,8 +159,9 @@ def _initialize(
         check_apart(optimizer, trainable, of_stages, context.device)
     order = None if isinstance(model, nn.Module) or type(module) is GPT else order_of_use(on_meta(model))
     numels = by_order({name: p.numel() for name, p in module.named_parameters()}, order)
+    blocks = tuple(blocks_of(module))
     all_packed = pack_chunks(
-        numels, parallelized.specs, config, context.mesh.layout, stages.homes, tuple(blocks_of(module)),
+        numels, parallelized.specs, config, context.mesh.layout, stages.homes, blocks,
         numels.keys() - trainable.keys(),
     )  # fmt: skip
     drop_other_stages(module, stages)
@@ -175,7 +176,8 @@ def _initialize(
         )
     buffers_to_device(module, context.device)
     built = Built(
-        module, names, stages, parallelized, streams, all_packed, chunks, frozen, trainable, records, outlives=outlives
+        module, names, stages, parallelized, streams, all_packed, chunks, frozen, trainable, records, blocks,
+        outlives=outlives,
     )  # fmt: skip
     engine = Engine(built, context, loss, optimizer, forecast_batch)
     context.models.add(module)
@@ -204,6 +206,7 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
         context.config.check_model(facts)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("model: no parameter requires a gradient; there is nothing to train")
+    check_labels_optional(module)
     check_batchwide(module, _cuts(context.config, context))
     check_max_norm(module, _copies(context.config, context))
     if context.config.parallel.pipeline.is_staged:
