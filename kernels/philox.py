@@ -1,14 +1,17 @@
-"""Draws counter-based random numbers: Philox-4x32-10 (Salmon et al., SC 2011, "Parallel random numbers: as easy as
-1, 2, 3").
+"""Draws counter-based random numbers: Philox with ten rounds (Salmon et al., SC 2011, "Parallel random numbers: as easy
+as 1, 2, 3").
 
-Note: a draw is a pure function of a key and a counter, so no stream has a state.  A rank computes the bits of any slice
-of a weight or of a dropout mask alone.  Two counter maps are used.  Initial values: element e of a tensor takes word e
-% 4 of counter (e // 4).  Dropout: feature f of one token takes word f % 4 of counter (step, sample, position, f // 4).
-Sample and position are the token's place in the *global* batch; hence the mask is the same on every mesh and for every
-number of micro-batches.  32-bit words are held in int64 tensors (torch multiplies no uint32), and products wrap modulo
-2**64. Everything runs in blocks that stay in the second-level cache: rounds one and two see only rows or only columns
-of a mask and cost next to nothing.  `normal` uses +, -, * and / alone.  A library's log, cos or even sqrt differs in
-the last bit: between the vector body and the tail of a loop, and between machines.
+Note: a draw is a pure function of a key and a counter, so no stream has a state. A rank computes the bits of any
+slice of a weight or of a dropout mask alone.  Two counter maps are used.
+Initial values, by Philox-4x64: elements 8 c to 8 c + 7 of a tensor take the eight halves of the words of counter c,
+the lower half of each word first.  NumPy has this generator in C, for counters that follow each other.
+Dropout, by Philox-4x32: feature f of one token takes word f % 4 of counter (step, sample, position, f // 4), where
+sample and position are the token's place in the *global* batch; hence the mask is the same on every mesh and for every
+number of micro-batches.  32-bit words are held in int64 tensors (torch multiplies no uint32), products wrap modulo
+2**64.  Rounds one and two see only rows or only columns of a mask and cost next to nothing.
+All runs in blocks that stay in the second-level cache.
+`normal` uses +, -, * and / alone.  A library's log, cos or even sqrt differs in the last bit: between the vector body
+and the tail of a loop, and between machines.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -30,7 +34,7 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 MASK32 = 0xFFFFFFFF
 ROUNDS = 10
 _BLOCK_COUNTERS = 1 << 15  # 256 KiB a buffer: measured best between call overhead and cache misses
-_BLOCK_ELEMENTS = 1 << 17
+_BLOCK_ELEMENTS = 1 << 15
 _SIGN_BITS = 0x8000000080000000 - (1 << 64)  # flips the sign bit of both int32 halves of an int64
 
 
@@ -201,17 +205,25 @@ def keep_mask(rows: Rows, features: int, p: float) -> Tensor:
 
 def uniform(key: Key, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
     """Float64 draws in [0, 1) (multiples of 2**-32) for the global elements start <= e < stop of one
-    tensor."""
-    return _by_blocks(key, start, stop, device, lambda word: word * 2.0**-32)
+    tensor: 1/2 + word / 2**32, of words with a sign. They are drawn on the host, and copied."""
+    return _by_blocks(key, start, stop, device, lambda word: word.mul_(2.0**-32).add_(0.5))
 
 
 def normal(key: Key, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
     """Float64 standard normal draws for the global elements start <= e < stop of one tensor.
 
-    The inverse normal distribution of (word + 1/2) / 2**32, to 16 digits (Wichura, AS 241, routine PPND16);
+    The inverse normal distribution of 2**-33 above `uniform`, to 16 digits (Wichura, AS 241, routine PPND16);
     the largest magnitude is 6.3.  The same bits on every machine and for every cut of the range.
     """
-    return _by_blocks(key, start, stop, device, lambda word: _inverse_normal((word + 0.5) * 2.0**-32))
+    return _by_blocks(
+        key, start, stop, device, lambda word: _inverse_normal(word.add_(0.5).mul_(2.0**-32).add_(0.5))
+    )
+
+
+def inverse_erf(x: Tensor) -> Tensor:
+    """The inverse error function of float64 x, as if x ended at +-(1 - 2**-32): the same bits on every device."""
+    p = ((x + 1.0) * 0.5).clamp_(2.0**-33, 1.0 - 2.0**-33)
+    return _inverse_normal(p).mul_(_HALF_ROOT2)
 
 
 def _check_range(start: int, stop: int) -> None:
@@ -224,14 +236,21 @@ def _by_blocks(
 ) -> Tensor:
     _check_range(start, stop)
     out = torch.empty(stop - start, dtype=torch.float64, device=device)
-    zero = torch.zeros((), dtype=torch.int64, device=device)
     for low in range(start, stop, _BLOCK_ELEMENTS):
         high = min(low + _BLOCK_ELEMENTS, stop)
-        counter = torch.arange(low // 4, -(-high // 4), device=device)
-        words = _packed_words(key, (counter & MASK32)[:, None], (counter >> 32)[:, None], zero, zero).view(-1)
-        skip = low % 4
-        out[low - start : high - start] = transform(words[skip : skip + high - low].double().add_(2.0**31))
+        out[low - start : high - start] = transform(_contiguous_words(key, low, high).double())
     return out
+
+
+def _contiguous_words(key: Key, start: int, stop: int) -> Tensor:
+    """Int32 [stop - start] on the host. Little-endian, as every platform torch supports."""
+    first, behind = start // 8, -(-stop // 8)
+    # NumPy counts before it draws
+    generator = numpy.random.Philox(
+        key=numpy.array(key, dtype=numpy.uint64), counter=(first - 1) % (1 << 256)
+    )
+    raw = generator.random_raw(4 * (behind - first)).view(numpy.int32)
+    return torch.from_numpy(raw)[start - 8 * first : stop - 8 * first]
 
 
 @dataclass(frozen=True)
@@ -280,6 +299,7 @@ _TAIL = (
 )  # fmt: skip
 _LN2 = 0.6931471805599453
 _ROOT2 = 1.4142135623730951
+_HALF_ROOT2 = 0.7071067811865476
 _ROOT_START = (0.15625, 1.375)
 _ATANH = tuple(1.0 / (2 * k + 1) for k in reversed(range(12)))  # |s| <= 0.1716: the next term is below 1e-19
 
@@ -366,27 +386,29 @@ def word_tile(k0, k1, step, first, BLOCK: tl.constexpr):
 def _draw_kernel(
     out, start, stop, k0: tl.int32, k1: tl.int32, table, NORMAL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Elements of BLOCK / 4 counters; the same operations as on the CPU, in float64 and none fused."""
-    counter = start // 4 + tl.program_id(0).to(tl.int64) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    zero = tl.zeros((BLOCK // 4,), tl.uint32)
+    """Elements of BLOCK / 8 counters; the same operations as on the CPU, in float64 and none fused."""
+    counter = start // 8 + tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
+    zero = tl.zeros((BLOCK // 8,), tl.uint64)
     w0, w1, w2, w3 = tl.philox_impl(
-        (counter & 0xFFFFFFFF).to(tl.uint32),
-        (counter >> 32).to(tl.uint32),
+        zero + counter.to(tl.uint64),
         zero,
         zero,
-        k0.to(tl.uint32, bitcast=True),
-        k1.to(tl.uint32, bitcast=True),
+        zero,
+        zero + k0.to(tl.uint32, bitcast=True).to(tl.uint64),
+        zero + k1.to(tl.uint32, bitcast=True).to(tl.uint64),
     )
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK).to(tl.float64)
+    pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK // 2)
+    words = tl.join((pairs & 0xFFFFFFFF).to(tl.uint32), (pairs >> 32).to(tl.uint32)).reshape(BLOCK)
+    words = words.to(tl.int32, bitcast=True).to(tl.float64)
     scale = tl.full((BLOCK,), 2.0, tl.float64)
     for _ in tl.static_range(5):  # 2**-32; a literal would be float32 in some versions
         scale = scale * scale
-    e = start // 4 * 4 + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    e = start // 8 * 8 + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (e >= start) & (e < stop)
     if NORMAL:
-        value = _inverse_normal_tile((words + 0.5) / scale, table, BLOCK)
+        value = _inverse_normal_tile((words + 0.5) / scale + 0.5, table, BLOCK)
     else:
-        value = words / scale
+        value = words / scale + 0.5
     tl.store(out + (e - start), value, mask=inside)
 
 
@@ -432,7 +454,7 @@ def _draw_on(device: torch.device, key: Key, start: int, stop: int, as_normal: b
     _check_range(start, stop)
     out = torch.empty(stop - start, dtype=torch.float64, device=device)
     options = tile("normal", 1, architecture(device))
-    blocks = -(-(-(-stop // 4) - start // 4) // (options["BLOCK"] // 4))
+    blocks = -(-(-(-stop // 8) - start // 8) // (options["BLOCK"] // 8))
     launch(
         _draw_kernel, (blocks if stop > start else 0,), out, start, stop, signed32(key[0]), signed32(key[1]),
         _coefficients(device), NORMAL=as_normal, fuse=False, **options,

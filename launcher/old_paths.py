@@ -108,13 +108,15 @@ MOVED: Mapping[str, str] = {
 }
 """Old module -> the modules that hold its names now, without `colossal_lite.`, or a file of the examples."""
 
+STALE = "; the command colossal-lite of an older install asks for it: install again: pip install -e ."
+
 
 def new_place(name: str) -> str | None:
     """The error for an import of the module `name` (with `colossal_lite.`); None for a name that never existed."""
     old = name.removeprefix("colossal_lite.")
     package, _, member = old.rpartition(".")
     if old in MOVED:
-        return f"{name} is now {_places(old)}"
+        return f"{name} is now {_places(old)}{STALE if old == 'cli' else ''}"
     if package in MOVED:
         return f"colossal_lite.{package} is a package now; look for {member} in {_places(package)}"
     return None

@@ -34,7 +34,7 @@ from colossal_lite import kernels
 from colossal_lite.config.config import Config, ConfigError, Problem
 from colossal_lite.config.config_dict import ConfigDict
 from colossal_lite.distributed import host_handshake
-from colossal_lite.distributed.communicator import CommError, everyones
+from colossal_lite.distributed.communicator import CommError, everyones, group_timeout, leave_group
 from colossal_lite.distributed.key_value_store import LimitedStore, answered
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.distributed.watchdog import ANSWER_S, Watchdog, say
@@ -177,6 +177,7 @@ def _join(
     """Meet the other ranks and create the groups. `owned` collects resources for `close`; `end` learns of errors."""
     timeout = timedelta(seconds=config.timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    group_limit = group_timeout(config.timeout_s, backend)
     alone = place.world_size == 1 and given is None
     with env.gloo_on_loopback(place.one_node and not alone):
         if alone:
@@ -193,8 +194,10 @@ def _join(
             if place.world_size > 1 or not dist.is_initialized():
                 with _meeting(place, watch):
                     limit_s = config.timeout_s + MARGIN_S
-                    answered(lambda: _enter_default_group(shared, place, backend, device, timeout), limit_s)
-                owned.callback(_leave_default_group, place)
+                    answered(
+                        lambda: _enter_default_group(shared, place, backend, device, group_limit), limit_s
+                    )
+                owned.callback(_leave_default_group, place, watch)
         everyone = range(place.world_size)
         board = FailureBoard(
             store.within(ANSWER_S), place.rank, lambda: watch.ended(everyone), watch.standing
@@ -366,9 +369,10 @@ def _enter_default_group(
     _count_contexts(place, 1)
 
 
-def _leave_default_group(place: Launch) -> None:
+def _leave_default_group(place: Launch, watch: Watchdog) -> None:
     if dist.is_initialized() and _count_contexts(place, -1) <= 0:
-        dist.destroy_process_group()
+        assert dist.group.WORLD is not None
+        leave_group(dist.group.WORLD, aborts=bool(watch.progress.broken))
 
 
 def _count_contexts(place: Launch, change: int) -> int:

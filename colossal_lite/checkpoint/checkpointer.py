@@ -45,9 +45,11 @@ from colossal_lite.checkpoint.files import (
 )
 from colossal_lite.checkpoint.manifest import (
     MANIFEST,
+    MISFITS,
     Change,
     CheckpointError,
     Manifest,
+    MisfitError,
     Read,
     TensorSlice,
     changes,
@@ -69,6 +71,9 @@ SLICE_BYTES = 16 * 2**20
 FILE_BYTES = 2**30
 GRACE_S = 5.0
 """after `timeout_s`, so that an error of the thread itself is raised first"""
+FITS = (
+    "the model and settings of then, or another directory; cl.Run(..., fresh=True) renames these checkpoints"
+)
 
 
 class Saving:
@@ -353,7 +358,10 @@ class Checkpointer:
         if self._rank == 0:
             meeting.say("misfits", list(dict.fromkeys(f for rows in meeting.hear_all("fits") for f in rows)))
         if rows := meeting.hear("misfits"):
-            raise CheckpointError("\n  ".join([f"load: {path} does not fit this run", *rows]))
+            text = "\n  ".join([f"load: {path} does not fit this run", *_by_kind(rows)])
+            if any(row.startswith((*MISFITS, "impossible: ")) for row in rows):
+                raise MisfitError(f"{text}\nlegal: {FITS}")
+            raise CheckpointError(text)
         assert manifest is not None
         settings, old = renamed(manifest.config)
         if old and self._rank == 0:
@@ -399,7 +407,16 @@ def _starts_at_0(directory: Path) -> str:
     names = [path.name for path in around if path.is_dir() and path != directory]
     near = difflib.get_close_matches(directory.name, names, n=1)
     beside = f"; beside it is {directory.parent / near[0]}" if near else ""
-    return f"resume: no checkpoint in {directory}, the run starts at step 0{beside}"
+    return f"no checkpoint in {directory} yet: begins at step 0{beside}"
+
+
+def _by_kind(faults: Sequence[str]) -> list[str]:
+    """Faults in which tensors of one kind of misfit are one row: the first weight, and the number of the others."""
+    found: dict[str, list[str]] = {}
+    for fault in sorted(faults, key=lambda fault: ": model/" not in fault):
+        kind = next((kind for kind in MISFITS if fault.startswith(kind)), fault)
+        found.setdefault(kind, []).append(fault)
+    return [f"{rows[0]}{f'; and {len(rows) - 1} more' if rows[1:] else ''}" for rows in found.values()]
 
 
 def _is_stored(name: str, manifest: Manifest) -> bool:

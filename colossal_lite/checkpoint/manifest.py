@@ -51,6 +51,10 @@ class CheckpointError(RuntimeError):
         super().__init__(escaped(text))
 
 
+class MisfitError(CheckpointError, ValueError):
+    """A checkpoint of another model, or of settings with which it cannot be loaded."""
+
+
 STRICT = ConfigDict(extra="forbid", strict=True)
 
 
@@ -348,11 +352,17 @@ def reads(parts: Sequence[TensorSlice], manifest: Manifest, layout: MeshLayout, 
     return sorted(found, key=lambda read: (read.slice.file, read.slice.start))
 
 
+MISFITS = ("missing: ", "shape: ", "dtype: ", "unexpected: ")
+"""How a line of `misfits` begins: not in the checkpoint, of another shape or dtype, not in the run."""
+
+
 def misfits(parts: Sequence[TensorSlice], manifest: Manifest, *, complete: bool) -> list[str]:
     """Why a checkpoint cannot fill these parts. `complete`: they are all tensors of the world."""
     mine = {part.name: part for part in parts}
     faults = [
-        f"missing: {name} {part.spec.shape}" for name, part in mine.items() if name not in manifest.tensors
+        f"missing: {name} {part.spec.shape} is not in the checkpoint"
+        for name, part in mine.items()
+        if name not in manifest.tensors
     ]
     faults += [
         f"shape: {name} is {manifest.tensors[name].shape}, the run has {part.spec.shape}"
@@ -366,7 +376,9 @@ def misfits(parts: Sequence[TensorSlice], manifest: Manifest, *, complete: bool)
     ]
     if complete:
         faults += [
-            f"unexpected: {name} {s.shape}" for name, s in manifest.tensors.items() if name not in mine
+            f"unexpected: {name} {s.shape} is not in this run"
+            for name, s in manifest.tensors.items()
+            if name not in mine
         ]
     return faults
 

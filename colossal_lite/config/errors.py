@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -204,7 +205,7 @@ def _problem(
     model, name, field = place
     kinds = {details["type"] for details in errors}
     if field is None:
-        return unknown_key(root, path, model, value)
+        return unknown_key(root, path, value)
     if value is ABSENT:
         return Problem(path, ABSENT, "must be given", describe(field.annotation, field.metadata))
     if "value_error" in kinds:
@@ -233,29 +234,48 @@ def _nearest_value(value: str, names: tuple[str, ...]) -> str | None:
 
 
 def _as_section(section: type[BaseModel], path: str, value: object) -> str | None:
-    """A bare value as the setting that it means within the section: `zero=dict(stage=3)`."""
+    """A bare value as the setting that it means within the section: `zero=dict(stage=3), or --zero.stage 3`."""
     name = next(iter(section.model_fields), "")
     try:
         section.model_validate({name: value})
     except ValidationError:
         return None
-    return written(nested({path: {name: value}}))
+    return f"{written(nested({path: {name: value}}))}, or --{path}.{name} {value}"
 
 
-def unknown_key(root: type[BaseModel], path: str, model: type[BaseModel], value: object) -> Problem:
-    """The problem of a key that its section does not have. The nearest name may belong to another section."""
-    section, _, name = path.rpartition(".")
-    if told := answer(name, value):
+def unknown_key(root: type[BaseModel], path: str, value: object) -> Problem:
+    """The problem of a path that names no setting. The nearest one may belong to another section."""
+    if told := answer(path.rpartition(".")[2], value):
         return Problem(path, value, "is a key of another framework", told)
+    found, (model, _, _) = locate(root, tuple(path.split(".")))
     legal = list(model.model_fields)
-    near = nearest(name, legal)
-    if near is None:
-        elsewhere = {leaf.rpartition(".")[2]: leaf for leaf, _ in walk(root)}
-        found = nearest(name, elsewhere)
-        near = elsewhere[found] if found else None
-    elif section:
-        near = f"{section}.{near}"
+    section = found.rpartition(".")[0]
+    here = (".".join(filter(None, [section, name])) for name in legal)
+    near = nearest_path(path, {*here, *paths_of(root)})
     return Problem(path, value, "is an unknown key", ", ".join(legal), near)
+
+
+def paths_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The path of every section and setting."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if is_section(field.annotation):
+            yield from paths_of(field.annotation, f"{prefix}{name}.")
+
+
+def nearest_path(path: str, paths: Iterable[str]) -> str | None:
+    """The path whose segments look most like these, counted from the last; None where no last segment is near."""
+    *_, last = given = path.lower().split(".")
+    by_last: dict[str, list[str]] = {}
+    for candidate in paths:
+        by_last.setdefault(candidate.rpartition(".")[2], []).append(candidate)
+    near = difflib.get_close_matches(last, list(by_last), n=len(by_last))
+
+    def unlike(candidate: str) -> tuple[float, str]:
+        pairs = zip_longest(reversed(given), reversed(candidate.split(".")), fillvalue="")
+        return sum(1 - difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs), candidate
+
+    return min((candidate for name in near for candidate in by_last[name]), key=unlike, default=None)
 
 
 def get_path(raw: Any, path: str) -> Any:

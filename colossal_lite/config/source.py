@@ -233,9 +233,7 @@ def lay_over(
             path = RENAMED[given]
             notices.append(f"--{given} is now --{path}")
         path += "." + SHORT_FORMS[path] if path in SHORT_FORMS else ""
-        found, (model, _, field) = locate(
-            root, tuple(int(s) if s.isdecimal() else s for s in path.split("."))
-        )
+        found, (_, _, field) = locate(root, tuple(int(s) if s.isdecimal() else s for s in path.split(".")))
         both = {names.setdefault(path, given), given}
         if len(both) > 1 and (old := both & RENAMED.keys()):
             rule = f"is the old name of {path}, which is given too"
@@ -243,7 +241,7 @@ def lay_over(
         elif not option.startswith("--") or not path:
             problems.append(Problem("overrides", option, "names no setting", "--section.setting value"))
         elif found != path or field is None:
-            problems.append(unknown_key(root, path, model, " ".join(tokens)))
+            problems.append(unknown_key(root, path, " ".join(tokens)))
         elif not tokens:
             problems.append(Problem(path, ABSENT, "needs a value", f"--{path} value"))
         elif not _set(raw, path, _typed(field, tokens)):

@@ -124,8 +124,9 @@ def _value_rules(path: str, x: Tensor, inputs: Tensor, sizes: StatedSizes) -> It
         counted = x != IGNORED
         unshifted = counted[:, :-1] & (inputs[:, 1:] != inputs[:, :-1])
         rule = (
-            'legal: already shifted, labels[:, t] = inputs[:, t + 1]; context.dataloader(..., labels="unshifted") '
-            "shifts those of Hugging Face; by hand: torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)"
+            'legal: already shifted, labels[:, t] = inputs[:, t + 1]; labels="unshifted" of run.batches, cl.fit or '
+            "context.dataloader shifts those of Hugging Face; by hand: "
+            "torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)"
         )
         equal = (~counted | (x == inputs)).all() & unshifted.any()
         yield equal, lambda: f"labels: equal to the inputs; {rule}"

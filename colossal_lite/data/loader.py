@@ -140,7 +140,9 @@ class Loader(ABC):
             yield apply_to_tensors(given, lambda x: sent(x, self.place.device))
 
     def take(self, num_batches: int) -> Iterator[Any]:
-        """The next `num_batches` batches, over as many epochs as that takes."""
+        """The next `num_batches` batches, over as many epochs as that takes. ValueError for a negative number."""
+        if num_batches < 0:
+            raise ValueError(f"take: {num_batches}; legal: 0 or more batches")
         epochs = itertools.chain.from_iterable(iter(self) for _ in itertools.count())
         return itertools.islice(epochs, num_batches)
 

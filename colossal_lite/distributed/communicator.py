@@ -32,7 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colossal_lite.distributed.emulated_ranks import ThreadTransport
+from colossal_lite.distributed.key_value_store import NoAnswerError, answered
 from colossal_lite.distributed.ledger import Ledger
+from colossal_lite.distributed.progress import Progress
 from colossal_lite.distributed.shared_memory import nothing
 from colossal_lite.distributed.shared_memory_collectives import (
     ReduceOp,
@@ -42,7 +44,7 @@ from colossal_lite.distributed.shared_memory_collectives import (
     cut,
     is_rounded,
 )
-from colossal_lite.distributed.watchdog import CollectiveFingerprint, Watchdog, say
+from colossal_lite.distributed.watchdog import END_S, GRACE_S, CollectiveFingerprint, Watchdog, say
 
 NEVER_SENT = 2**31 - 1
 """The tag of a message that is never sent."""
@@ -308,6 +310,21 @@ class Communicator:
         rows = self.all_gather(padded).view(self.size, -1)
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths.tolist(), strict=True)]
 
+    def numbers(self, tensor: Tensor) -> list[Any]:
+        """The numbers of a tensor, on the host. On CUDA this waits for the device, as the collectives do not: if one
+        has no end within `timeout_s`, the watch ends it. Raises CommError."""
+        progress = self._watch.progress if self._watch else Progress()
+        try:
+            with progress.waiting(self.timeout_s):
+                found: list[Any] = tensor.tolist()
+        except RuntimeError as error:
+            if not progress.broken:
+                raise
+            raise CommError(progress.broken) from error
+        if progress.broken:  # an aborted collective leaves no numbers
+            raise CommError(progress.broken)
+        return found
+
     # ---- transport ----
 
     def failure(self, what: str, error: BaseException, call: int = 0, peers: Sequence[int] = ()) -> CommError:
@@ -372,7 +389,7 @@ class Communicator:
         if not peers:
             self._made.add(f"{description} on axis {self.axis!r}")
         if self._watch:
-            self._watch.progress.called(self.axis, description)
+            self._watch.progress.called(self.axis, self.ranks, description)
         try:
             works, finish = start(tag)
         except RuntimeError as error:
@@ -385,6 +402,23 @@ class Communicator:
             return self._host
         assert self._torch is not None
         return self._torch
+
+
+def group_timeout(timeout_s: float, backend: str | None) -> timedelta:
+    """The time limit of torch's own groups: NCCL's watchdog ends the process, so it comes after ours."""
+    return timedelta(seconds=timeout_s + (GRACE_S if backend and "nccl" in backend else 0.0))
+
+
+def leave_group(group: dist.ProcessGroup, *, aborts: bool) -> None:
+    """Destroy a group of torch's. `aborts`: its collectives may have no end, for which NCCL would wait here; they are
+    aborted. One that is not within `END_S` is left to the end of the process."""
+    try:
+        if aborts:
+            answered(group.abort, END_S)
+    except NoAnswerError:
+        say(f"ranks {dist.get_process_group_ranks(group)}: their group has not been aborted in {END_S:g} s")
+    else:
+        dist.destroy_process_group(group)
 
 
 def refusal(reason: str) -> str:

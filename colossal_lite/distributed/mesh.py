@@ -13,12 +13,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from colossal_lite.distributed.communicator import CommError, Communicator, TorchTransport, everyones, refusal
+from colossal_lite.distributed.communicator import (
+    CommError,
+    Communicator,
+    TorchTransport,
+    everyones,
+    group_timeout,
+    leave_group,
+    refusal,
+)
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld, ThreadTransport
 from colossal_lite.distributed.host_handshake import HostHandshake, host_of
 from colossal_lite.distributed.ledger import Ledger
@@ -102,13 +109,14 @@ class Mesh:
         between ranks of one host; groups all of whose ranks share it have no group of torch's.
         """
         groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        limit = group_timeout(timeout_s, backend)
         meets = share_memory and layout.world_size > 1
         exchange, hosts = _meet(rank, layout.world_size, timeout_s) if meets else (None, ())
         for names in layout.communicating_groups():
             for ranks in layout.groups(*names):
                 if _on_one_host(hosts, ranks):
                     continue
-                group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
+                group = dist.new_group(list(ranks), timeout=limit, backend=backend)
                 if rank in ranks:
                     groups[names] = group
         return cls(
@@ -269,7 +277,7 @@ class Mesh:
                 self._exchange.close()
             self._exchange, groups, self._groups = None, self._groups, {}
         for group in groups.values() if dist.is_initialized() else ():
-            dist.destroy_process_group(group)
+            leave_group(group, aborts=bool(self.progress.broken))
         self._axes.clear()
 
     def __repr__(self) -> str:

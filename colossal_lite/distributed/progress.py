@@ -42,8 +42,12 @@ class Progress:
     """Why no collective can follow, in one line; empty while all is well."""
     waiting_since_s: float | None = None
     """Since when the main thread waits in one collective, by `time.monotonic`; None if it does not."""
+    waiting_limit_s: float | None = None
+    """How long it may wait there; None for a wait that ends by itself."""
     calls: Counter[str] = field(default_factory=Counter)
     history: dict[str, deque[tuple[int, str]]] = field(default_factory=dict)
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The ranks of each axis that has had a collective."""
     is_half_way: bool = False
     """Whether the last call has raised after it had begun collectives, which other ranks may have begun or not."""
     _began_with: int = 0
@@ -56,17 +60,18 @@ class Progress:
         self.phase = before
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around a wait of the main thread for other ranks."""
-        self.waiting_since_s = time.monotonic()
+    def waiting(self, limit_s: float | None = None) -> Iterator[None]:
+        """Around a wait of the main thread for other ranks, which the watch ends after `limit_s`."""
+        self.waiting_since_s, self.waiting_limit_s = time.monotonic(), limit_s
         try:
             yield
         finally:
             self.waiting_since_s = None
 
-    def called(self, axis: str, description: str) -> None:
-        """Record that a collective begins."""
+    def called(self, axis: str, ranks: tuple[int, ...], description: str) -> None:
+        """Record that a collective of these ranks begins."""
         self.calls[axis] += 1
+        self.groups[axis] = ranks
         self.history.setdefault(axis, deque(maxlen=KEPT)).append((self.calls[axis], description))
 
     def call_begins(self, *, gives_up: bool = False) -> None:

@@ -16,6 +16,11 @@ The threads of others read it there.  If a rank then waits in one collective for
 by its transports' `breakers`.  From then on no collective begins on that rank (`Progress.broken`). The reason is the
 first on the board, so all ranks end with one cause.
 
+Note: waits for a device.
+A wait for a collective of NCCL returns at once, and so none times out.  The host waits where it reads numbers
+(`Communicator.numbers`).  If that has no end within `timeout_s`, this thread asks the others which collective they have
+not come to, says so, and ends the wait by aborting the groups: before NCCL's own watchdog would end the process.
+
 Note: a lost store or launcher.
 A rank whose launcher has ended, or whose store has, can neither save nor learn anything.  Its thread says so, ends
 its waits, and ends the process after `LEAVE_S`, if a launcher had started it.
@@ -51,6 +56,8 @@ ANSWER_S = 1.5
 """seconds that a failed rank waits for the records of the others, or for one answer of the store"""
 PATIENCE_S = 1.0
 """seconds that a rank goes on waiting when another has raised: all ranks may give up the step"""
+GRACE_S = 30.0
+"""seconds that NCCL may wait longer than `timeout_s`: then its own watchdog ends the process, and names no rank"""
 LEAVE_S = 5.0
 """seconds after which a rank whose store or launcher is gone is ended"""
 END_S = 10.0
@@ -298,6 +305,7 @@ class Watchdog:
     def _look(self) -> None:
         """Tell of this rank's errors, hear of those of others, and end a wait that is in vain."""
         self._publish()
+        self._end_stall()
         self._has_news = self._has_news or self._store.check(["news"])
         if not self._has_news:
             return
@@ -310,6 +318,41 @@ class Watchdog:
         since_s = self.progress.waiting_since_s
         if cause and since_s is not None and time.monotonic() > max(since_s, self._heard_s) + PATIENCE_S:
             self._break(cause)
+
+    def _end_stall(self) -> None:
+        """Name the ranks for which the main thread has waited as long as it may, and end the wait."""
+        seen = self.progress
+        since_s, limit_s = seen.waiting_since_s, seen.waiting_limit_s
+        if since_s is None or limit_s is None or seen.broken or time.monotonic() < since_s + limit_s:
+            return
+        at = f"in phase {seen.phase!r} of step {seen.step}"
+        text = f"rank {self._rank}: collectives have no end within {limit_s:g} s, {at}"
+        say(text)  # before anybody is asked: answers may not come
+        peers = sorted({rank for ranks in seen.groups.values() for rank in ranks} - {self._rank})
+        answers = self._ask(peers)
+        late = [
+            self._late(axis, rank, answers.get(rank)) for axis in seen.groups for rank in seen.groups[axis]
+        ]
+        told = "; ".join(filter(None, late)) or "; ".join(
+            _standing(rank, answers.get(rank)) for rank in peers
+        )
+        say(f"rank {self._rank}: {told}")
+        self._break(f"{text}: {told}")
+
+    def _late(self, axis: str, rank: int, record: Any) -> str:
+        """The collective on `axis` that another rank has not come to, or may not have; empty if it has."""
+        made = dict([*self.progress.history[axis]])  # the main thread may go on
+        is_silent = record is None or record.get("is_silent", False)
+        call = max(made) if is_silent else record["calls"].get(axis, 0) + 1
+        what = made.get(call, "")
+        if rank == self._rank or not what or what.startswith(("send", "receive", "exchange")):
+            return ""
+        fault = (
+            _standing(rank, record)
+            if is_silent
+            else f"rank {rank} has not come to it: {_standing(rank, record)}"
+        )
+        return f"{what} on axis {axis!r} (call {call} there): {fault}"
 
     def _publish(self) -> None:
         """Write this rank's errors where no other rank was first, and which of them lie behind."""

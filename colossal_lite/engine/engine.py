@@ -240,7 +240,7 @@ class Engine:
             self._run(parts, sums)
         self.model.train(was_training)
         row = torch.cat([sums.reported_loss(self._tells_loss), self._comparison.term()])
-        loss_sum, count, apart = self.mesh.world.all_reduce(row).tolist()
+        loss_sum, count, apart = self.mesh.world.numbers(self.mesh.world.all_reduce(row))
         self._comparison.check(apart)
         self._auxiliary.check_count(count)
         return loss_sum, count

@@ -60,6 +60,8 @@ class Built:
     """Trainable parameters of the whole pipeline, in the model's order, with their shapes on a rank of it."""
     records: TaskRecords
     """Records of state in host memory."""
+    blocks: tuple[str, ...]
+    """Names of the blocks of the whole pipeline."""
     outlives: bool
     """Whether another engine may resume from the records."""
 

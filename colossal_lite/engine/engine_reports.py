@@ -65,7 +65,7 @@ class EngineReports:
                 f"metered: after {steps} steps, with compile={compiled!r}; legal: after the first step, with "
                 f"compile='none'"
             )
-        with self._metering.of(self._parts.built.model):
+        with self._metering.of(self._parts.built.model, self._parts.built.blocks):
             yield
 
     def memory_timeline(self) -> MemoryTimeline:

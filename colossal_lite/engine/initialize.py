@@ -45,9 +45,9 @@ from colossal_lite.numerics.lr_schedules import told_of_end
 from colossal_lite.numerics.optimizers import assign_groups, check_whole_tensors, groups_of
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
-from colossal_lite.parallel.layer_swap import cut_values
+from colossal_lite.parallel.layer_swap import cut_range
 from colossal_lite.parallel.loss import Criterion, Loss
-from colossal_lite.parallel.model_loss import ModelLoss, model_loss
+from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
 from colossal_lite.parallel.sequence_parallel import sees_whole_sequences
 from colossal_lite.parallel.tensor_modes import Form
@@ -159,13 +159,14 @@ def _initialize(
         check_apart(optimizer, trainable, of_stages, context.device)
     order = None if isinstance(model, nn.Module) or type(module) is GPT else order_of_use(on_meta(model))
     numels = by_order({name: p.numel() for name, p in module.named_parameters()}, order)
+    blocks = tuple(blocks_of(module))
     all_packed = pack_chunks(
-        numels, parallelized.specs, config, context.mesh.layout, stages.homes, tuple(blocks_of(module)),
+        numels, parallelized.specs, config, context.mesh.layout, stages.homes, blocks,
         numels.keys() - trainable.keys(),
     )  # fmt: skip
     drop_other_stages(module, stages)
     chunks, frozen = _build_chunks(
-        module, names, originals, recipes, parallelized.specs, all_packed, stages, context, tuple(numels), records
+        module, names, originals, recipes, parallelized, all_packed, stages, context, tuple(numels), records
     )  # fmt: skip
     if order is None and context.is_main and config.compile == "none":
         warn_if_out_of_order(
@@ -175,7 +176,8 @@ def _initialize(
         )
     buffers_to_device(module, context.device)
     built = Built(
-        module, names, stages, parallelized, streams, all_packed, chunks, frozen, trainable, records, outlives=outlives
+        module, names, stages, parallelized, streams, all_packed, chunks, frozen, trainable, records, blocks,
+        outlives=outlives,
     )  # fmt: skip
     engine = Engine(built, context, loss, optimizer, forecast_batch)
     context.models.add(module)
@@ -204,6 +206,7 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
         context.config.check_model(facts)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("model: no parameter requires a gradient; there is nothing to train")
+    check_labels_optional(module)
     check_batchwide(module, _cuts(context.config, context))
     check_max_norm(module, _copies(context.config, context))
     if context.config.parallel.pipeline.is_staged:
@@ -440,25 +443,26 @@ def _check_optimizer(
 
 def _build_chunks(
     module: nn.Module, names: GlobalNames, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
-    specs: Mapping[str, ShardSpec], packed: Sequence[ChunkSpec], stages: Stages, context: Context,
+    parallelized: Parallelized, packed: Sequence[ChunkSpec], stages: Stages, context: Context,
     order: Sequence[str], records: TaskRecords,
 ) -> tuple[tuple[Chunk, ...], tuple[WeightChunk, ...]]:  # fmt: skip
     """Allocate and fill the chunks of this rank's parameters; `order` names all parameters in order of use.
 
     Trainable chunks are not filled if their records were parked. Parameters in no chunk are converted in place."""
     config, device = context.config, context.device
+    specs, ops = parallelized.specs, parallelized.ops
     precision = Precision.of(config.precision)
     layout, coords = context.mesh.layout, context.mesh.coords
     _materialise(module, device, precision.compute)
     named = names.parameters(module)
 
-    def initial(name: str) -> Tensor:
+    def initial(name: str, start: int, stop: int) -> Tensor:
         def fetch(start: int, stop: int) -> Tensor:
             if recipes is None:
                 return originals[name].detach().reshape(-1)[start:stop]
-            return replay(recipes[name], config.seed, name, start, stop)
+            return replay(recipes[name], config.seed, name, start, stop, device, ops)
 
-        return to_device(cut_values(specs[name], layout, coords, fetch), device)
+        return to_device(cut_range(specs[name], layout, coords, fetch, start, stop), device)
 
     in_turn = {name: named[name] for name in order if name in named}
     mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
@@ -469,10 +473,11 @@ def _build_chunks(
     frozen = build_frozen(mine, config, context.mesh, device, records)
     for chunk in (*chunks, *frozen):
         left = records.kept is not None and trains(chunk.spec)
-        chunk.adopt(named, None if left else {e.name: initial(e.name) for e in chunk.spec.entries})
+        chunk.adopt(named, None if left else initial)
     packed_names = {entry.name for spec in packed for entry in spec.entries}
     for name in named.keys() - packed_names:
-        named[name].data = initial(name).to(precision.compute)
+        parameter = named[name]
+        parameter.data = initial(name, 0, parameter.numel()).view(parameter.shape).to(precision.compute)
     return chunks, frozen
 
 

@@ -28,7 +28,6 @@ from colossal_lite.numerics.precision import ChunkTypes, Precision
 from colossal_lite.observe.memory_meter import StepMeter
 from colossal_lite.observe.memory_timeline import Level, MemoryTimeline
 from colossal_lite.observe.tables import Rows
-from colossal_lite.transforms.activation_checkpoint import blocks_of
 from colossal_lite.zero.build_chunks import sharding_of, slots_of
 from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.memory_budget import Forecast
@@ -160,10 +159,10 @@ class Metering:
         self._meter, self._is_on = StepMeter(), False
 
     @contextmanager
-    def of(self, model: nn.Module) -> Iterator[None]:
-        """Meter the steps within; drops earlier measurements."""
+    def of(self, model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+        """Meter the steps within; drops earlier measurements. `blocks`: names of modules."""
         self._meter, self._is_on = StepMeter(), True
-        hooks = list(self._hooks(model))
+        hooks = list(self._hooks({name: model.get_submodule(name) for name in blocks}))
         try:
             with self._meter:
                 yield
@@ -181,7 +180,7 @@ class Metering:
         """Note that the forward of a micro-batch has ended; `shapes` of all micro-batches of the step."""
         if self._is_on and torch.is_grad_enabled():
             self._meter.forward_ended(shapes)
-            self._meter.moment("loss")
+            self._meter.moment("output")
 
     def updated(self, chunk: int) -> None:
         """Note that a chunk was updated."""
@@ -219,9 +218,9 @@ class Metering:
             levels.append(Level(row.kind, row.tier, measured, row.forecast_bytes))
         return MemoryTimeline(tuple(moment.name for moment in moments), tuple(levels))
 
-    def _hooks(self, model: nn.Module) -> Iterator[Any]:
+    def _hooks(self, blocks: Mapping[str, nn.Module]) -> Iterator[Any]:
         """Hooks that note the end of each block's forward, and of its gradients."""
-        for name, block in blocks_of(model).items():
+        for name, block in blocks.items():
             yield block.register_forward_hook(lambda *_, name=name: self._meter.moment(f"forward {name}"))
             first = next((p for p in block.parameters() if p.requires_grad), None)
             if first is not None:

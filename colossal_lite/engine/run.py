@@ -96,6 +96,7 @@ class Run:
     def batches(self, dataset: Any, *, steps: int, **loader: Any) -> Iterator[Any]:
         """This rank's batches until the engine has made `steps` steps in all; `loader` as `context.dataloader`.
 
+        `steps` is the total, with the steps made before a resume. A run that has made them gives no batch, and says so.
         Continues at the position in the data. Saves after the last step. Raises `Stopped` after the step in which a
         signal came. Raises ValueError if a resumed run's dataset had another length. Collective."""
         if steps < 1:
@@ -110,6 +111,10 @@ class Run:
                 f"would be another; legal: the dataset of then, or a new directory and "
                 f"engine.load({str(self.checkpoints)!r})"
             )
+        if (made := self.engine.steps) >= steps:
+            state = "complete:" if made == steps else "already at step"
+            self._log.say(f"{state} {made} of {steps}{' steps' if made == steps else ''}, nothing to do")
+            return iter(())
         self._extra["data"] = {"samples": found, "global_batch": self._loader.settings.global_batch}
         self._log.total_steps = steps
         self._tell_settings(steps)
@@ -284,7 +289,8 @@ def fit(
     engine: Engine, dataset: Any, *, directory: str | Path, steps: int, valid: Any = None,
     save_every: int | None = None, evaluate_every: int | None = None, log: Sequence[str] = (), **loader: Any,
 ) -> Run:  # fmt: skip
-    """Train to `steps` steps in all, in a folder; the same call resumes there. Collective.
+    """Train to `steps` steps in all, in a folder; the same call resumes there, and does nothing after the last step.
+    Collective.
 
     `valid` is evaluated every `evaluate_every` steps (None: with each save), and after the last. Other arguments are as
     for `Run` and `Run.batches`."""

@@ -175,9 +175,8 @@ def all_reduce_totals(
     differs = comparison.term() + mesh.collectives_differ
     row = mesh.world.all_reduce(torch.cat([told, differs, marks, squares]))
     told = torch.cat([row[: 3 + len(flags)], row[3 + len(flags) :].sum(0, keepdim=True)])
-    loss, weight, apart, stops_and_samples, *counts, total = (
-        told.tolist()
-    )  # the one wait for the device in a step
+    # the one wait for the device in a step
+    loss, weight, apart, stops_and_samples, *counts, total = mesh.world.numbers(told)
     comparison.check(apart)
     mesh.check_together(apart)
     stops, all_samples = divmod(int(stops_and_samples), STOP)

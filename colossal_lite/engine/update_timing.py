@@ -105,7 +105,7 @@ class Updates:
         assert self._in_backward is not None
         if self._told is None:
             return
-        loss, weight, apart = self._told.wait().tolist()
+        loss, weight, apart = self._mesh.world.numbers(self._told.wait())
         self._told = None
         comparison.check(apart)
         if not math.isfinite(loss) or weight == 0:
@@ -174,7 +174,7 @@ class Updates:
 
     def _actions(self, used: Used, factor: float, scale: float) -> DeferredUpdates:
         """The updates of the parameters in `used`, in the order of the optimizer's plan."""
-        self._optimizer.changed = False
+        self._optimizer.begin()
         self._optimizer.defer()
         # The last backward has done this, unless there were fewer than planned.
         for chunk in self._chunks:

@@ -42,6 +42,14 @@ def host_copy(tensor: Tensor) -> Tensor:
     return tensor if host is None or version != tensor._version else host
 
 
+def sent_back(tensor: Tensor) -> Tensor:
+    """A small tensor on the host, itself if it is there. From CUDA the host goes on at once: it is right when the host
+    has next waited for what the device does."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.zeros(tensor.shape, dtype=tensor.dtype).pin_memory().copy_(tensor, non_blocking=True)
+
+
 def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on `device`, finished for later computing there and for the host."""
     return tensor.to(device, copy=True)

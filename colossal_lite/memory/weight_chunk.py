@@ -12,9 +12,10 @@ memory/chunk.py adds what training needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
 from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import copied_to
 from colossal_lite.numerics.precision import ChunkTypes
+
+Values = Callable[[str, int, int], Tensor]
+"""Elements [start, stop) of the flattened local parameter of that name, in any dtype."""
 
 
 class WeightState(StrEnum):
@@ -154,28 +158,40 @@ class WeightChunk:
         kept = self.local_shard if self.is_sharded else self.full_weight
         return self.types.resting_bytes(kept.numel())
 
-    def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor] | None) -> None:
-        """Make each entry's parameter a view of `full_weight`, with its initial value.
-
-        `initial` has each entry's value in any dtype, in the parameter's shape; None: values are loaded later.
-        """
+    def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Values | None) -> None:
+        """Make each entry's parameter a view of `full_weight`, with its initial value; None: values are loaded
+        later."""
         self._parameters = [parameters[entry.name] for entry in self.spec.entries]
         self._placeholders = [self._nowhere.expand(p.shape) for p in self._parameters]
         if initial is not None:
-            for entry in self.spec.entries:
-                self.load(entry, initial[entry.name])
+            least = 1 << (15 if self.device.type == "cpu" else 22)  # what the cache holds; megabytes a launch
+            for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
+                row_numel = parameter.numel() // max(parameter.shape[:1].numel(), 1)
+                self._fill(entry, partial(initial, entry.name), max(least, -(-row_numel // 8) * 8))
         (self._hide if self.is_sharded else self._show)()
         self.note_versions()
 
     def load(self, entry: Entry, value: Tensor) -> None:
         """Set one entry's weight, and its master, from all its elements."""
-        assert self.weights is (WeightState.SHARDED if self.is_sharded else WeightState.WHOLE)
         flat = value.reshape(-1)
-        if not self.is_sharded:
-            self.full_weight[entry.start : entry.stop].copy_(flat)
-        if part := self.part_of(entry):
-            local, start = part
-            self._load_own(local, flat[start : start + local.stop - local.start])
+        self._fill(entry, lambda start, stop: flat[start:stop], max(flat.numel(), 1))
+
+    def _fill(self, entry: Entry, values: Callable[[int, int], Tensor], block_numel: int) -> None:
+        """Set one entry's weight, and its master, from elements [start, stop) of it. Only what is stored here is
+        asked for, a block at a time."""
+        assert self.weights is (WeightState.SHARDED if self.is_sharded else WeightState.WHOLE)
+        local, first = self.part_of(entry) or (slice(0, 0), 0)
+        last = first + local.stop - local.start
+        low, high = (first, last) if self.is_sharded else (0, entry.stop - entry.start)
+        for start in range(low, high, block_numel):
+            stop = min(start + block_numel, high)
+            block = values(start, stop)
+            if not self.is_sharded:
+                self.full_weight[entry.start + start : entry.start + stop].copy_(block)
+            begin, end = max(start, first), min(stop, last)
+            if begin < end:
+                own = slice(local.start + begin - first, local.start + end - first)
+                self._load_own(own, block[begin - start : end - start])
         self.count_change()
 
     def _load_own(self, local: slice, own: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Draws random numbers that do not depend on the mesh: dropout masks, and initial values replayed from a recording.
 
 Note: counters, not states.
-Every random number of a run is a pure function of (key, counter) through Philox-4x32-10.  The key names the stream
-(seed and name), the counter the element.
+Every random number of a run is a pure function of (key, counter) through Philox.  The key names the stream (seed and
+name), the counter the element.
 - Initial values: key = (seed, parameter name, ordinal of the draw), counter = global element index.
 - Dropout: key = (seed, module name, index of the call within one forward pass); counter = (step, index of the sample in
   the step's global batch, position, feature).  Neither has a rank or a micro-batch.  For attention weights the head
@@ -29,13 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colossal_lite.kernels import philox
-from colossal_lite.kernels.philox import Rows
+from colossal_lite.kernels import TORCH, Ops
+from colossal_lite.kernels.philox import Rows, inverse_erf
 
 aten = torch.ops.aten
-# Elementwise functions of torch may differ in the last bit between the body and the tail of a vector loop.  So values
-# are computed on whole aligned blocks: an element's bits do not depend on the range that is asked for.
-REPLAY_BLOCK_NUMEL = 4096
 
 
 def key(seed: int, *parts: str | int) -> tuple[int, int]:
@@ -189,6 +186,16 @@ class Recipe:
     ) -> Recipe:
         stop = self.numel if stop is None else stop
         return replace(self, ops=(*self.ops, InitOp(kind, arguments, start, stop)))
+
+    def seen(self) -> Iterator[tuple[int, InitOp]]:
+        """The operations, by ordinal, without those whose elements a later one sets anew."""
+        for ordinal, op in enumerate(self.ops):
+            later = (other for other in self.ops[ordinal + 1 :] if other.kind in _SETS)
+            if not any(other.start <= op.start and op.stop <= other.stop for other in later):
+                yield ordinal, op
+
+
+_SETS = ("fill", "normal", "uniform")
 
 
 class InitialiserError(ValueError):
@@ -395,35 +402,42 @@ def build_on_meta(builder: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str
     return module, recipes
 
 
-def replay(recipe: Recipe, seed: int, name: str, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) of the flattened parameter, float64; their bits do not depend on the bounds.
+def replay(
+    recipe: Recipe,
+    seed: int,
+    name: str,
+    start: int,
+    stop: int,
+    device: torch.device | str = "cpu",
+    ops: Ops = TORCH,
+) -> Tensor:
+    """Elements [start, stop) of the flattened parameter, float64, drawn on `device` by `ops`; their bits depend neither
+    on those nor on the bounds.
 
-    Work and memory: the range, rounded to blocks.
+    Each operation is exactly rounded: a library's function differs between the body and the tail of a vector loop.
+    Work and memory: the range.
     """
     assert 0 <= start <= stop <= recipe.numel
-    low = start - start % REPLAY_BLOCK_NUMEL
-    high = min(-(-stop // REPLAY_BLOCK_NUMEL) * REPLAY_BLOCK_NUMEL, recipe.numel)
-    values = torch.zeros(high - low, dtype=torch.float64)
-    for block in values.split(REPLAY_BLOCK_NUMEL):
-        for ordinal, op in enumerate(recipe.ops):
-            first, last = max(op.start, low), min(op.stop, low + block.numel())
-            if first < last:
-                _apply(op, block[first - low : last - low], key(seed, name, ordinal), first - op.start)
-        low += block.numel()
-    base = start - start % REPLAY_BLOCK_NUMEL
-    return values[start - base : stop - base]
+    values = torch.zeros(stop - start, dtype=torch.float64, device=device)
+    for ordinal, op in recipe.seen():
+        first, last = max(op.start, start), min(op.stop, stop)
+        if first < last:
+            part = values[first - start : last - start]
+            _apply(op, part, key(seed, name, ordinal), first - op.start, ops)
+    return values
 
 
-def _apply(op: InitOp, values: Tensor, stream: tuple[int, int], offset: int) -> None:
+def _apply(op: InitOp, values: Tensor, stream: tuple[int, int], offset: int, ops: Ops) -> None:
+    drawn = dict(start=offset, stop=offset + values.numel(), device=values.device)
     match op.kind:
         case "fill":
             values.fill_(op.arguments[0])
         case "normal":
             mean, std = op.arguments
-            values.copy_(philox.normal(stream, offset, offset + values.numel())).mul_(std).add_(mean)
+            values.copy_(ops.normal(stream, **drawn)).mul_(std).add_(mean)
         case "uniform":
             low, high = op.arguments
-            values.copy_(philox.uniform(stream, offset, offset + values.numel())).mul_(high - low).add_(low)
+            values.copy_(ops.uniform(stream, **drawn)).mul_(high - low).add_(low)
         case "mul":
             values.mul_(op.arguments[0])
         case "add":
@@ -431,6 +445,6 @@ def _apply(op: InitOp, values: Tensor, stream: tuple[int, int], offset: int) -> 
         case "clamp":
             values.clamp_(*op.arguments)
         case "erfinv":
-            values.erfinv_()
+            values.copy_(inverse_erf(values))
         case _:
             raise AssertionError(f"recipe with unknown operation {op.kind}")

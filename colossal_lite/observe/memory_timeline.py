@@ -95,7 +95,8 @@ class MemoryTimeline:
         lines, y = legend(colours, 24, 4, width)
         for tier in self.tiers:
             forecast_bytes, peak_bytes = self.forecast_bytes(tier), self.peak_bytes(tier)
-            plan = "no plan" if forecast_bytes is None else f"plan {size(forecast_bytes)}"
+            unknown = [lv.kind for lv in self.levels if lv.tier == tier and lv.forecast_bytes is None]
+            plan = f"no plan of {', '.join(unknown)}" if unknown else f"plan {size(forecast_bytes or 0)}"
             lines.append(text(4, y + 16, f"{tier}: peak {size(peak_bytes)}, {plan}"))
             most = max(peak_bytes, forecast_bytes or 0) or 1
             scale = Scale(0.0, most, y + 210.0, y + 50.0, BYTES)
@@ -108,7 +109,7 @@ class MemoryTimeline:
                 lines += [line(x.start, at, x.stop, at, dashed=True), text(x.stop, at - 4, "plan", "end")]
             lines += self._names(x, scale.start)
             y += 234
-        title = "memory over the moments of a step: F forward and B backward of a block, U update of a chunk"
+        title = "moments of a step: F, B forward and backward of a block, O output of the stage, U update of a chunk"
         return drawing(width, y, [text(4, 16, title), *lines], title)
 
     def _boxes(self, level: Level, x: Scale, scale: Scale, colour: str) -> list[str]:
@@ -125,7 +126,7 @@ class MemoryTimeline:
 
     def _names(self, x: Scale, bottom: float) -> list[str]:
         """Names of the moments under the columns, as many as fit."""
-        heads = {"forward": "F", "backward": "B", "update": "U"}
+        heads = {"forward": "F", "backward": "B", "update": "U", "output": "O"}
         names = []
         for moment in self.moments:
             head, _, tail = moment.partition(" ")

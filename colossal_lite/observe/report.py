@@ -23,6 +23,7 @@ from colossal_lite.observe.tables import seconds, size, told
 from colossal_lite.schedule.plan import COMPUTE
 
 REPORT, MEASURED, SCHEDULE = "report.html", "measured.json", "schedule.json"
+TENSORS = "tensors alone: the process also holds Python and its libraries"
 POINTS = 240
 """Most points of a curve; each is the mean of the steps that it stands for."""
 STYLE = """
@@ -145,7 +146,7 @@ def _facts(
     if timing:
         found["time in steps"] = seconds(sum(row["step_s"] for row in timing))
         found["step, median"] = seconds(median(row["step_s"] for row in timing))
-        found["memory, last"] = size(timing[-1]["memory_bytes"])
+        found["memory of the process"] = size(timing[-1]["memory_bytes"])
     items = (f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in found.items())
     return f'<dl class="facts">{"".join(items)}</dl>'
 
@@ -173,8 +174,10 @@ def _chart(name: str, curves: Mapping[str, Sequence[tuple[float, float]]], low: 
     reach = [step for points in curves.values() for step, _ in points]
     width, height, top = 440, 270, 46
     bottom, low = height - 44.0, min(values) if low is None else low
-    y = Scale(low, max(values) if max(values) > low else low + (abs(low) or 1.0), bottom, top)
-    x = Scale(min(reach), max(reach), 66.0, width - 14.0)
+    high = max(values) if max(values) > low else low + (abs(low) or 1.0)
+    margin, aside = (high - low) / 20, (max(reach) - min(reach)) / 50  # no curve lies on an edge
+    y = Scale(low - margin * (low > 0), high + margin, bottom, top)
+    x = Scale(min(reach) - aside, max(reach) + aside, 66.0, width - 14.0)
     colours = dict(zip(curves, PALETTE, strict=False))
     lines = legend(colours, 4, x.start, width)[0] if len(curves) > 1 else []
     lines += [*y_axis(y, x.start, x.stop, name), *x_axis(x, bottom, "step")]
@@ -257,7 +260,7 @@ def _memory(measured: Mapping[str, Any]) -> tuple[str, str]:
     if not measured.get("timeline"):
         return "", "not measured: run.step does it in its second step, unless blocks are compiled"
     timeline = MemoryTimeline.parse(json.dumps(measured["timeline"]))
-    return f'<div class="scroll">{timeline.svg(1100)}</div>', "the second step of rank 0, by kind"
+    return f'<div class="scroll">{timeline.svg(1100)}</div>', f"the second step of rank 0, by kind; {TENSORS}"
 
 
 def _schedule(text: str) -> tuple[str, str]:
@@ -279,7 +282,9 @@ def _beside(measured: Mapping[str, Any]) -> str:
         rows.append(names | {"plan_bytes": plan_bytes, "measured_bytes": peak_bytes, "ratio": ratio})
     if not rows:
         return ""
-    out = [_section("Memory: the plan beside the measured", _table(rows), "at the most, on rank 0")]
+    out = [
+        _section("Memory: the plan beside the measured", _table(rows), f"at the most, on rank 0; {TENSORS}")
+    ]
     sent = _table(measured["sent"]) + _table(measured["links"]) or "<p>nothing</p>"
     out.append(
         _section("Sent in a step", sent, "payload that rank 0 gave to other ranks, and links between tiers")

@@ -87,8 +87,15 @@ class EvaluationRow:
 
 REDRAW_NS = 250_000_000
 """between two drawings of the moving line: more often would slow the run"""
-LINE_NS = 10_000_000_000
-"""between two printed lines where no line can move: in a pipe or a file"""
+LINE_NS = 60_000_000_000
+"""after which a line is printed in any case, where no line can move: in a pipe or a file"""
+
+
+def steps_a_line(total_steps: int | None) -> int:
+    """Steps between two printed lines: a round number, so that a run has 20 lines or fewer; at most 100."""
+    if total_steps is None:
+        return 10
+    return next((steps for steps in (1, 2, 5, 10, 20, 50) if steps * 20 >= total_steps), 100)
 
 
 class LogStep(Protocol):
@@ -160,10 +167,10 @@ def duration(seconds: float) -> str:
 class RunLog:
     """Logs one run: `with RunLog(folder, ...) as log:`, and `log.step(result, sent_bytes)` after a step.
 
-    A terminal shows one line that moves. Elsewhere a line is printed for the first step, then every ten seconds. The
-    rows go to metrics.jsonl, timing.jsonl and evaluation.jsonl in `folder`, which is made. At the end the timeline is
-    written to trace.json, and report.html is made from these files. With `folder` None nothing is written or printed:
-    only one rank has a folder.
+    A terminal shows one line that moves. Elsewhere a line is printed for the first step and the last, for the steps
+    that `steps_a_line` divides, and where the last line is a minute old. The rows go to metrics.jsonl, timing.jsonl and
+    evaluation.jsonl in `folder`, which is made. At the end the timeline is written to trace.json, and report.html is
+    made from these files. With `folder` None nothing is written or printed: only one rank has a folder.
     """
 
     def __init__(
@@ -207,13 +214,12 @@ class RunLog:
             self.say(self.dropped.summary())
 
     def report(self) -> None:
-        """Write the timeline so far to trace.json and, of a run that has made a step, report.html."""
-        if self._folder is None:
+        """Write the timeline so far to trace.json, and report.html, of a run that has made a step."""
+        if self._folder is None or not self._recent:
             return
         self.dropped.attempt(partial(self.timeline.export, self._folder / "trace.json"))
         try:
-            if self._recent:
-                self.dropped.attempt(partial(write_report, self._folder))
+            self.dropped.attempt(partial(write_report, self._folder))
         except ValueError as error:  # rows were dropped, or files of an earlier run are damaged
             self.say(f"no {REPORT}: {error}")
 
@@ -283,7 +289,8 @@ class RunLog:
     def _show(self, row: StepRow, timing: TimingRow) -> None:
         now_ns, is_last = self._clock(), row.step == self.total_steps
         moves = self._console.is_terminal
-        if self._shown_ns and not is_last and now_ns - self._shown_ns < (REDRAW_NS if moves else LINE_NS):
+        is_due = is_last or not moves and row.step % steps_a_line(self.total_steps) == 0
+        if self._shown_ns and not is_due and now_ns - self._shown_ns < (REDRAW_NS if moves else LINE_NS):
             return
         line = progress_line(row, timing, self.total_steps, self._console.width - 1)
         self._shown_ns = now_ns

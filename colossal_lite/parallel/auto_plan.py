@@ -307,7 +307,7 @@ def _linear_roles(found: _Found) -> dict[str, str]:
     while more := {row for row, firsts in found.rowwise.items() if row not in left and bad & set(firsts)}:
         left |= more
         bad |= {first for row in more for first in found.rowwise[row]}
-    roles = dict.fromkeys((*bad, *left), "replicate")
+    roles = dict.fromkeys(sorted(bad | left), "replicate")
     for name in [row for row in found.rowwise if row not in left]:
         roles[name] = "rowwise"
         for first in found.rowwise[name]:
@@ -342,7 +342,7 @@ def shares_of(owners: Sequence[int], parts: int) -> tuple[int, ...] | None:
 
 def _attentions(model: nn.Module, found: _Found) -> Iterator[str]:
     """Modules around the row-wise linears of attention that state their heads."""
-    for name in found.mixing & set(found.rowwise):
+    for name in sorted(found.mixing & set(found.rowwise)):
         parent = name.rpartition(".")[0]
         if _states_heads(model.get_submodule(parent), parent):
             yield parent

@@ -67,7 +67,7 @@ def _is_proven(module: nn.Module, kind: NormKind) -> bool:
     weight, bias = (None if v is None else nn.Parameter(v) for v in (values["weight"], values.get("bias")))
     assert weight is not None
     ours = GridNorm(Mesh.serial().axis(), weight, bias, eps=kind.eps, centred=kind.centred)
-    # rows of other sizes, and off centre, so that eps and the mean are told apart
+    # rows of other sizes, and off centre, so that eps and the mean can be distinguished
     x = torch.randn(ROWS, weight.numel(), generator=generator).double().mul_(0.02).add_(0.01)
     dy = torch.randn(x.shape, generator=generator).double()
     try:

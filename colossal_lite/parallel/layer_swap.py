@@ -8,6 +8,7 @@ initializer, so a rank need never hold a full parameter.  All errors are found b
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class Swap(ABC):
 
     @property
     def tells_heads(self) -> bool:
-        """Whether modules of the role `attention` are told that they have a share of the heads."""
+        """Whether modules of the role `attention` get the number of this rank's heads."""
         return True
 
     @property
@@ -263,23 +264,33 @@ def cut_values(
 
     Only the rows that the rank holds are ever fetched.
     """
+    shape = spec.local_shape(layout)
+    return cut_range(spec, layout, coords, fetch, 0, math.prod(shape)).view(shape)
+
+
+def cut_range(
+    spec: ShardSpec, layout: MeshLayout, coords: Mapping[str, int], fetch: Callable[[int, int], Tensor],
+    start: int, stop: int,
+) -> Tensor:  # fmt: skip
+    """Elements [start, stop) of this rank's flattened part; see `cut_values`. Only their rows are fetched."""
     if not spec.sharding_axes:
-        return fetch(0, spec.numel).view(spec.shape)
+        return fetch(start, stop)
+    shape = spec.local_shape(layout)
+    local_numel, row_numel = math.prod(shape[1:]), math.prod(spec.shape[1:])
+    first, last = (start // local_numel, -(-stop // local_numel)) if stop > start else (0, 0)
     rows, *rest = spec.pieces(layout, coords)
-    row_numel = spec.numel // spec.shape[0]
-    local: Tensor | None = None
+    local = fetch(0, 0).new_zeros((last - first, *shape[1:]))
     for piece in rows:
-        part = fetch(piece.start * row_numel, (piece.start + piece.length) * row_numel)
-        part = part.view(piece.length, *spec.shape[1:])
-        if local is None:
-            local = part.new_zeros(spec.local_shape(layout))
+        low, high = max(piece.local, first), min(piece.local + piece.length, last)
+        if low >= high:
+            continue
+        begin = piece.start + low - piece.local
+        part = fetch(begin * row_numel, (begin + high - low) * row_numel)
+        part = part.view(high - low, *spec.shape[1:])
         for box in product(*rest):
-            into = (
-                slice(piece.local, piece.local + piece.length),
-                *(slice(p.local, p.local + p.length) for p in box),
-            )
+            into = (slice(low - first, high - first), *(slice(p.local, p.local + p.length) for p in box))
             local[into] = part[(slice(None), *(slice(p.start, p.start + p.length) for p in box))]
-    return fetch(0, 0).new_zeros(spec.local_shape(layout)) if local is None else local
+    return local.view(-1)[start - first * local_numel : stop - first * local_numel]
 
 
 def fill_placeholders(

@@ -133,6 +133,19 @@ def _argument(model: nn.Module) -> str:
     )
 
 
+def check_labels_optional(model: nn.Module) -> None:
+    """Raises ModelLossError for a forward that cannot be called without labels, as copies, plans and evaluation do."""
+    taken = signature(model.forward).parameters
+    required = [name for name in NAMES if name in taken and taken[name].default is Parameter.empty]
+    if required and len(taken) > 1:
+        name = required[0]
+        raise ModelLossError(
+            f"model: {type(model).__name__}.forward{signature(model.forward)} requires {name}, and a model gets the "
+            f"inputs; legal: {name}=None in its signature; with it, criterion='model' trains on the loss that forward "
+            f"gives, and criterion=None on its logits"
+        )
+
+
 def gather_logits(
     model: nn.Module, roles: Mapping[str, Role], strategy: TensorStrategy, criterion: ModelLoss | None
 ) -> None:

@@ -262,7 +262,10 @@ def _proven(
             first = first or error
             continue
         if found.whole and mesh.rank == 0:
-            told = "; ".join(f"{name}: {why}" for name, why in found.whole.items())
+            names_by_reason: dict[str, list[str]] = {}
+            for name, why in found.whole.items():
+                names_by_reason.setdefault(why, []).append(name)
+            told = "; ".join(f"{', '.join(names)}: {why}" for why, names in names_by_reason.items())
             warnings.warn(
                 f"plan='auto': left whole, exact but with no saving: {told}"
                 + (f" ({first})" if first else ""),

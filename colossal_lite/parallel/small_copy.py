@@ -26,7 +26,8 @@ from colossal_lite.transforms.activation_checkpoint import blocks_of
 ROWS = 37
 """Words of the copy: few, and a number that few numbers of ranks divide, so that padding is in it."""
 POSITIONS, TOKENS = 64, 8
-LIMIT_BYTES = 64 << 20
+LIMIT_BYTES = 256 << 20
+"""Two blocks as wide as 1,024, of a model whose widths cannot be divided."""
 KEPT_ALIKE = 2
 SHARED_NUMEL = 1 << 18
 """Buffers above this size are not copied: tables that forwards read."""

@@ -129,7 +129,7 @@ def _attend(
     tokens = query.dim() - 2, size, (size,)
     if len(parts) < 3 or cuts != {tokens}:
         if is_causal:
-            raise CutError("causal attention of which not all of query, key and value are cut in tokens")
+            raise CutError("causal attention where query, key or value is not cut in tokens")
         options = dict(scale=scale, enable_gqa=enable_gqa)
         plain: Tensor = compute(func, (query, key, value, attn_mask, dropout_p), options)
         return plain
@@ -152,7 +152,7 @@ def _attend(
 def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     """A model's own loss: that of this rank's tokens, which the engine weighs by their number."""
     if any(isinstance(x, Part) is False and x.dim() > 0 for x in tensors_in((args[:2], kwargs))):
-        raise CutError("a loss of tokens of which a rank has a part, with labels of all")
+        raise CutError("a loss of the tokens of a rank, with labels of all")
     return func(*mapped(local, args), **mapped(local, kwargs))
 
 

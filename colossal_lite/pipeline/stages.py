@@ -88,7 +88,8 @@ class Stages:
         except (AttributeError, TypeError) as error:
             given_names = ["the inputs" if batch.args else "", *batch.kwargs]
             error.add_note(
-                f"model: forward gets {', '.join(filter(None, given_names))}; labels go to the loss alone"
+                f"model: forward gets {', '.join(filter(None, given_names))}; labels go to the loss alone; "
+                f"legal: a default for each other argument; with targets=None, criterion='model' gives it the labels"
             )
             raise
         except IndexError as error:

@@ -110,7 +110,8 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module]:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         raise UnitsError(
             f"parallel.pipeline: a copy of {type(model).__name__} does not run on ids [2, {TOKENS}] alone: {why}; "
-            f"legal: a method pipeline_sections() (docs/pipeline.md); or pipeline=1"
+            f"legal: a default for every further argument of its forward, as targets=None; a method "
+            f"pipeline_sections() (docs/pipeline.md); or pipeline=1"
         ) from error
 
 

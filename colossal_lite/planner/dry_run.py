@@ -235,7 +235,7 @@ class DryRun:
         chunks = build_chunks(whole.trainable, packed, whole.specs, self.config, self.mesh, META)
         frozen = build_frozen(packed, self.config, self.mesh, META)
         for chunk in (*chunks, *frozen):
-            chunk.adopt(named, {e.name: _new(named[e.name], named[e.name].dtype) for e in chunk.spec.entries})
+            chunk.adopt(named, None)
         hooks = GradientHooks(chunks, named)
         weights = ParameterGather(module, named, chunks, hooks, self.mesh.world, frozen=frozen)
         with _FlashAttention(), self.forms:

@@ -236,9 +236,9 @@ class Shape:
     """What a plan must do for a task: each stage, micro-batch and slice forward, and backward where it
     trains.
 
-    trainable: for each stage, whether any of its parameters trains; None if all do. A stage that does not
-    needs no W, and no I either if no stage before it trains. by_visit: gradients that are not summed once a step are
-    summed behind each run of neighbouring ones of a stage, else behind each micro-batch.
+    trainable: for each stage, whether any of its parameters trains; None if all do. A stage that does not needs no W,
+    and no I either if no stage before it trains. by_visit: gradients that are not summed once a step are summed after
+    each run of neighbouring ones of a stage. Otherwise they are summed after each micro-batch.
     """
 
     stages: int

@@ -4,9 +4,9 @@ Note: visits.
 A *visit* is a run of neighbouring compute actions of one stage on one rank.  Weights are gathered once a visit, for all
 its micro-batches (arXiv 2211.05953, section 4.2).  A chunk is gathered from `prefetch` visits ahead of its use until
 the next visit that does not read it.  A gather right after its drop is left out, with the drop.  A chunk that two
-stages of a rank read is there once.  Where this rank's shard rests on the host, a FETCH brings it to its slot as soon
-as the slot is free, and the UNSHARD comes a visit before the use, or at the use.  Gathers of a chunk in a step without
-prefetch: gpipe, 1f1b and zb-h1 1, bfs 2 (1 on the last stage of a rank), depth-first schedules about 2m.
+stages of a rank read is there once.  If this rank's shard is on the host, a FETCH copies it to its slot as soon as the
+slot is free.  The UNSHARD comes a visit before the use, or at the use.  Gathers of a chunk in a step without prefetch:
+gpipe, 1f1b and zb-h1 1, bfs 2 (1 on the last stage of a rank), depth-first schedules about 2m.
 """
 
 from __future__ import annotations

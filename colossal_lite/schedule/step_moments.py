@@ -20,8 +20,8 @@ Beside it, once a step whatever k:
     ordered     one sum of all ranks in their order, so that no bit depends on S: reduce-scatter k r P over all, and
                 all-gather r P over all, because a rank's elements are not contiguous in that order; weights over the S
 
-If updates run within the backward of a step's only micro-batch (`frees_gradient_on_update`), they read a gradient in
-the slot where it was summed, at every stage.  The payload is as above.  If they run within a backward, 16 bytes are
+Updates may run within the backward of a step's only micro-batch (`frees_gradient_on_update`). Then they read a gradient
+in the slot where it was summed, at every stage.  The payload is as above.  If they run within a backward, 16 bytes are
 summed before it (zero/backward_updates.py).
 
 Note: time-shared memory.

@@ -88,9 +88,10 @@ def add_step(
     reduce: Literal["step", "micro_batch", "visit"] = "step",
     update: Literal["step", "backward"] = "step",
 ) -> Plan:
-    """Adds the end of a step: REDUCE of a stage's chunks after its last gradient, or with `micro_batch` after each, or
-    with `visit` after the last of each run of neighbouring gradients of the stage. UPDATE of every chunk is at the end
-    of the list. With update="backward" each UPDATE stands right behind its last REDUCE, in the order of gradients.
+    """Adds the end of a step: REDUCE of a stage's chunks after its last gradient, or with `micro_batch` after each.
+    With `visit` it comes after the last of each run of neighbouring gradients of the stage. UPDATE of every chunk is at
+    the end of the list. With update="backward" each UPDATE stands right behind its last REDUCE, in the order of
+    gradients.
 
     chunks: those of each stage (its own number by default); frozen stages have none. A chunk of several stages is
     tied: summed over its ranks by TIED_REDUCE after all compute, and only then reduced, once for each rank.

@@ -34,7 +34,7 @@ from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkKey
 from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, TaskRecords
-from colossal_lite.memory.transfers import copied_to
+from colossal_lite.memory.transfers import copied_to, sent_back
 from colossal_lite.numerics.optimizers import Group, Rule, rule_of
 from colossal_lite.numerics.random import key
 from colossal_lite.offload.host_updates import HostUpdates, updating_bytes
@@ -169,7 +169,10 @@ class ChunkOptimizer(OptimizerState):
             self.shards = HostShardStream(self._chunks, self.tiers.up, self.tiers.down, records)
             self.shards.settle(self.tiers.on_host, None, is_first=True)
         self.changed = False
-        """Whether an update has changed any master weight since this was last set to False."""
+        """Whether an update of this step has changed any master weight."""
+        self._same: Tensor | None = None
+        """Whether the first update of the last step changed nothing, where the host has not waited to know."""
+        self._doubts = False
 
     def _work(self) -> UpdateBytes:
         """What updates read and write, an element on average."""
@@ -283,8 +286,22 @@ class ChunkOptimizer(OptimizerState):
             else:
                 high, residual, ties = part.halves(local)
                 how(ops, group, high, gradient, states, residual=residual, ties=ties)
-        if before is not None and not all(map(torch.equal, before, _master_parts(part))):
-            self.changed = True
+        if before is not None:
+            self.changed = self._differs(before, _master_parts(part))
+
+    def begin(self) -> None:
+        """Before the updates of a step, for which the host has waited for the device."""
+        self._doubts = self._same is not None and bool(self._same)
+        self._same, self.changed = None, False
+
+    def _differs(self, before: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
+        """Whether masters have changed. On CUDA it is believed, so that the host need not wait. If the next step finds
+        that it was wrong, it looks for itself."""
+        if self._doubts or not all(part.is_cuda for part in now):
+            return not all(map(torch.equal, before, now))
+        same = torch.stack([(a == b).all() for a, b in zip(before, now, strict=True)]).all()
+        self._same = sent_back(same)
+        return True
 
     def arrived(self, chunk: Chunk) -> None:
         """Wait until the model can read the new weights of a chunk that is updated on the host. Raises what its copies

@@ -55,7 +55,7 @@ class StepUses:
 
     @classmethod
     def of_trace(cls, gathers: GatherPlan | None, accumulation: int, num_chunks: int) -> StepUses:
-        """Of a step without stages: as many micro-batches, each of which gathers by that plan."""
+        """Of a step without stages: as many micro-batches, each gathering by that plan."""
         if gathers is None:
             return cls(accumulation)
         begins = frozenset(gathers.forward[0].resident) if gathers.forward else frozenset[int]()
@@ -180,7 +180,7 @@ def beside_of(
     chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer, accumulation: int, *, is_staged: bool
 ) -> tuple[LiveRange, ...] | None:  # fmt: skip
     """The live ranges that share an arena with pieces on the device; None: there is no such arena. The backwards of a
-    pipeline's stages have no order that all its schedules keep, so each kind of buffer has its own there."""
+    pipeline's stages have no order that all its schedules keep. So each kind of buffer has its own there."""
     if is_staged or not _shares(optimizer):
         return None
     backward = (each for slots in slots_of(chunks) for each in slots.live_ranges)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.link import Link
+from colossal_lite.memory.transfers import sent_back
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.schedule.optimizer_updates import update_plan
 from colossal_lite.schedule.plan import Action, ActionKind
@@ -64,6 +65,9 @@ class OwnOptimizer:
         self.moves: dict[ActionKind, Callable[[Action], None]] = {}
         self._peaks = [float(group["lr"]) for group in self._optimizer.param_groups]
         self.changed = False
+        """Whether the last step has changed any weight; on CUDA, where the host does not wait for it, the one
+        before."""
+        self._same = torch.tensor(False)
 
     @property
     def peak_lr(self) -> float:
@@ -84,12 +88,23 @@ class OwnOptimizer:
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             if self._scheduled:
                 group["lr"] = peak * factor
-        before = [_bits(chunk.master) for chunk in self._chunks]
+        before = self._bits()
         self._optimizer.step()
         for chunk in self._chunks:
             chunk.publish(0, chunk.spec.numel)
         self._optimizer.zero_grad(set_to_none=True)
-        self.changed = any(_bits(c.master) != bits for c, bits in zip(self._chunks, before, strict=True))
+        last, self._same = self._same, sent_back((self._bits() == before).all())
+        self.changed = not (last if before.is_cuda else self._same)
+
+    def _bits(self) -> Tensor:
+        """A sum over the bits of each chunk's weights, which differs if one element does."""
+        sums = [
+            chunk.master.view(
+                {2: torch.int16, 4: torch.int32, 8: torch.int64}[chunk.master.element_size()]
+            ).sum()
+            for chunk in self._chunks
+        ]
+        return torch.stack(sums) if sums else torch.zeros(0)
 
     def tier_of(self, chunk: Chunk) -> None:
         """Where the state of a chunk rests: on the device."""
@@ -115,6 +130,9 @@ class OwnOptimizer:
 
     def prepare(self) -> None:
         """Nothing to fetch."""
+
+    def begin(self) -> None:
+        """Nothing to do: the optimizer's step is one."""
 
     def defer(self) -> None:
         """Nothing to do: state is on the device."""
@@ -250,8 +268,3 @@ def _few(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(names[:3]) or "none") + more
-
-
-def _bits(flat: Tensor) -> int:
-    """A sum over the bits of a flat tensor: it differs if one element does."""
-    return int(flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]).sum())

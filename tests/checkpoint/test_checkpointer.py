@@ -22,7 +22,7 @@ from torch import Tensor
 import colossal_lite as cl
 from colossal_lite.checkpoint import checkpointer, rendezvous, writer
 from colossal_lite.checkpoint.files import inspect, listed, tensors, verify
-from colossal_lite.checkpoint.manifest import CheckpointError
+from colossal_lite.checkpoint.manifest import CheckpointError, MisfitError
 from tests.shared.parity import Case
 from tests.shared.pool import RankEnv, WorldError, run_world
 
@@ -412,16 +412,20 @@ def load_other_model(env: RankEnv, case: Case, folder: str) -> str:
     with env.launch(case.full_config) as context:
         model = cl.models.GPTConfig(vocabulary=37, layers=1, heads=4, width=24, sequence=12)
         engine = cl.initialize(lambda: cl.models.GPT(model), context=context)
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(MisfitError) as caught:
             engine.load(folder)
+        assert isinstance(caught.value, ValueError), "a script ends with 2 and without a traceback"
         return str(caught.value)
 
 
-def test_another_model_is_refused_with_every_tensor(tmp_path: Path) -> None:
+def test_another_model_is_refused_with_a_row_for_each_kind_of_misfit_and_what_to_do(tmp_path: Path) -> None:
     run_world(saves, 1, replace(on("1"), family="gpt2"), str(tmp_path), 1)
     for said in run_world(load_other_model, 2, on("data 2"), str(tmp_path)):
         assert "shape: model/token.weight is (37, 16), the run has (37, 24)" in said
-        assert "unexpected: model/blocks.1.norm1.weight (16,)" in said
+        assert "unexpected: model/blocks.1.norm1.weight (16,) is not in this run; and " in said
+        assert len(said.splitlines()) == 4 and said.splitlines()[-1].startswith(
+            "legal: the model and settings"
+        )
 
 
 def fall_back(env: RankEnv, case: Case, folder: str) -> tuple[str, State]:
@@ -622,7 +626,7 @@ def test_a_folder_without_a_checkpoint_is_told_with_its_like_and_a_file_is_refus
 ) -> None:
     (tmp_path / "first-run").mkdir()
     assert run_world(starts, 2, on("data 2"), str(tmp_path / "frist-run")) == [None, None]
-    told = f"resume: no checkpoint in {tmp_path}/frist-run, the run starts at step 0; beside it is {tmp_path}/first-run"
+    told = f"no checkpoint in {tmp_path}/frist-run yet: begins at step 0; beside it is {tmp_path}/first-run"
     assert capsys.readouterr().out == f"[rank 0] {told}\n"
     (tmp_path / "model.pt").touch()
     with pytest.raises(WorldError) as caught:

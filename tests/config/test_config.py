@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossal_lite.config.config import Config, ConfigError, render
-from colossal_lite.config.errors import get_path, walk
+from colossal_lite.config.errors import get_path, paths_of, unknown_key, walk
+from colossal_lite.config.foreign_keys import answer
 from colossal_lite.config.rules import NOT_BUILT
 from colossal_lite.config.schema import OPTIMIZER_READS, SCHEDULE_READS, OptimizerConfig
 
@@ -682,3 +684,42 @@ def test_a_key_with_dots_or_a_cycle_is_refused_by_name(what: str) -> None:
     given, words = BAD_KEYS[what]
     with pytest.raises(ConfigError, match=words):
         Config.load(given)
+
+
+PATHS = sorted(paths_of(Config))
+
+
+def misspelt(word: str) -> Iterator[str]:
+    """A letter left out, doubled, changed, and two exchanged, in the middle."""
+    at = len(word) // 2
+    yield word[:at] + word[at + 1 :]
+    yield word[:at] + word[at] + word[at:]
+    yield word[:at] + "x" + word[at + 1 :]
+    yield word[: at - 1] + word[at] + word[at - 1] + word[at + 1 :]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_with_one_segment_misspelt_is_answered_with_that_path(path: str) -> None:
+    segments = path.split(".")
+    for number, segment in enumerate(segments):
+        for wrong in misspelt(segment) if len(segment) > 3 else ():
+            given = ".".join([*segments[:number], wrong, *segments[number + 1 :]])
+            if given not in PATHS and not answer(given.rpartition(".")[2], 1):
+                assert unknown_key(Config, given, 1).nearest == path, given
+
+
+@pytest.mark.parametrize(
+    "option, near",
+    [
+        ("--paralel.tensor.size", "parallel.tensor.size"),
+        ("--parallel.tensr.sise", "parallel.tensor.size"),
+        ("--PARALEL.PIPELINE.SIZE", "parallel.pipeline.size"),
+        ("--tensor.size", "parallel.tensor.size"),
+        ("--zero.offlod", None),
+    ],
+)
+def test_an_option_is_answered_with_the_nearest_path(option: str, near: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load({}, [option, "2"])
+    (problem,) = caught.value.problems
+    assert problem.nearest == near

@@ -104,11 +104,12 @@ def test_a_number_format_is_known_by_its_other_names(given: object, near: str) -
         ({"memory": "host"}, {"memory": {"placement": "host"}}),
     ],
 )
-def test_a_bare_value_of_a_section_is_answered_with_the_section(
+def test_a_bare_value_of_a_section_is_answered_with_the_section_and_with_the_option(
     given: dict[str, Any], meant: dict[str, Any]
 ) -> None:
     (told,) = refused(given).values()
-    assert eval(f"dict({told})") == meant and Config.load(meant)
+    written, _, option = told.partition(", or ")
+    assert eval(f"dict({written})") == meant and Config.load(meant) == Config.load({}, option.split())
     (name,) = given
     assert "a dict with" in refused({name: 99})[name], "no setting of it takes that value"
 

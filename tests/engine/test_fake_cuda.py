@@ -114,10 +114,10 @@ def rows(guard: Path) -> dict[str, Any]:
 
 
 def assert_waits_once(name: str, row: dict[str, Any]) -> None:
-    """For the totals of the step; and where the first update looks whether it has changed anything."""
+    """Where the totals of the step are read."""
     assert "error" not in row, (name, row)
     places = {place.split(" at ")[1].split(":")[0]: count for place, count in row["waits"].items()}
-    assert places in ({"step_totals.py": 1}, {"step_totals.py": 1, "optimizer.py": 1}), (name, row["waits"])
+    assert places == {"communicator.py": 1}, (name, row["waits"])
     assert sum(row["evaluated"].values()) == 1, (name, row["evaluated"])
     assert not row["pageable"] and row["kernels"] > 0, (name, row)
 
@@ -129,6 +129,12 @@ def test_a_step_waits_for_the_device_at_its_totals_and_copies_from_pinned_memory
     for name in QUICK.keys() - set(FAULTY):
         assert_waits_once(name, rows[name])
         assert rows[name]["triton"] > 0
+
+
+def test_initial_values_are_drawn_on_the_device_a_launch_for_millions(rows: dict[str, Any]) -> None:
+    for name in QUICK.keys() - set(FAULTY):
+        on_host, launches = rows[name]["drawn"]
+        assert on_host == 0 and 0 < launches <= 16, (name, rows[name]["drawn"])
 
 
 @pytest.mark.campaign

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -64,6 +64,11 @@ class Keeps(OwnLoss):
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:  # type: ignore[override]
         logits, self.last_loss = super().forward(ids, targets)
         return logits
+
+
+class Requires(OwnLoss):
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(ids, targets)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -154,3 +159,20 @@ def test_logits_of_the_last_position_are_answered_with_the_criterion() -> None:
         WorldError, match=r"last position only.*legal: cl.initialize\(..., criterion='model'\)"
     ):
         run_world(without_labels, 1)
+
+
+def refused(env: RankEnv, parallel: dict[str, int], criterion: Literal["model"] | None) -> str:
+    with env.launch(dict(precision="fp64", parallel=parallel, timeout_s=60)) as context:
+        with pytest.raises(ModelLossError) as caught:
+            cl.initialize(build(Requires), context=context, criterion=criterion)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("criterion", [None, "model"])
+@pytest.mark.parametrize("parallel", [{}, dict(pipeline=2)], ids=["data", "pipeline"])
+def test_a_forward_that_requires_labels_is_refused_with_what_to_write(
+    criterion: Literal["model"] | None, parallel: dict[str, int]
+) -> None:
+    for told in run_world(refused, 2, parallel, criterion):
+        assert "requires targets, and a model gets the inputs; legal: targets=None in its signature" in told
+        assert "criterion='model'" in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,21 @@ def test_a_run_goes_on_on_another_mesh(whole: Path, tmp_path: Path) -> None:
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in truth], rel=1e-12)
     run_world(looped, 1, str(tmp_path), {})
     assert rows(tmp_path / "metrics.jsonl") == found, "the run is complete: nothing is trained again"
+
+
+@pytest.mark.parametrize(
+    "steps, told",
+    [(9, "complete: 9 of 9 steps, nothing to do"), (3, "already at step 9 of 3, nothing to do")],
+)
+def test_a_run_that_has_made_its_steps_says_so_and_changes_nothing(
+    steps: int, told: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (found,) = run_world(looped, 1, str(folder), dict(steps=steps))
+    assert (found["losses"], found["ended"]) == ({}, None)
+    assert f"[rank 0] {told}" in capsys.readouterr().out.splitlines()
+    for name in ("metrics.jsonl", "run.json", "trace.json", "report.html"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_a_loop_that_breaks_has_its_last_step_saved(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def _is_green(case: Case, truth: list[Step], ranks: list[list[Step] | str]) -> b
         return False
     try:
         if case.precision == "fp16":
-            check_no_further(case, whole)
+            check_no_further([case], whole)
         else:
             for rank, steps in enumerate(whole):
                 compare(case, truth, steps, rank)

@@ -65,6 +65,17 @@ def test_the_highest_column_is_the_peak_of_the_report_and_of_the_plan(name: str)
         assert sum(m.startswith("update ") for m in found.moments) >= 1
 
 
+def test_in_a_pipeline_the_moments_of_a_rank_are_those_of_its_own_blocks() -> None:
+    pipeline = dict(parallel=dict(pipeline=dict(size=2, micro_batches=2)))
+    case = replace(CASE, layers=4, world_size=2, config=CASE.config | pipeline)
+    for rank, (text, _) in enumerate(run_world(metered, 2, case)):
+        moments = MemoryTimeline.parse(text).moments
+        for passing in ("forward", "backward"):
+            found = sorted(m for m in moments if m.startswith(passing))
+            assert found == sorted(f"{passing} blocks.{2 * rank + n}" for n in (0, 0, 1, 1))
+        assert moments.count("output") == 2
+
+
 @pytest.fixture(scope="module")
 def timeline() -> MemoryTimeline:
     ((text, _),) = run_world(metered, 1, CASES["state on the host, bf16"])

@@ -32,7 +32,9 @@ from colossal_lite.observe.run_log import (
     Scale,
     StepRow,
     TimingRow,
+    duration,
     progress_line,
+    steps_a_line,
 )
 from colossal_lite.observe.sinks import run_sinks
 from colossal_lite.observe.timeline import LogTimeline, memory_bytes
@@ -113,17 +115,34 @@ def test_time_of_evaluation_counts_for_no_step(tmp_path: Path) -> None:
     assert rows(tmp_path / "evaluation.jsonl") == [{"step": 3, "loss": 2.0, "bits_per_byte": 2 / math.log(2)}]
 
 
-def test_off_a_terminal_there_is_a_plain_line_for_the_first_step_then_every_ten_seconds(
-    tmp_path: Path,
+@pytest.mark.parametrize("step_ms", [1, 700])
+def test_off_a_terminal_there_are_plain_lines_for_the_first_step_the_last_and_round_numbers_between(
+    step_ms: int, tmp_path: Path
 ) -> None:
-    lines = run(tmp_path, steps=250).splitlines()
+    lines = run(tmp_path, steps=250, step_ms=step_ms).splitlines()
     assert [line.split("  loss")[0] for line in lines] == [
         "step   1/250",
         "step 3: held-out loss 2.0000, 2.885 bits/byte",
-        *(f"step {step:>3}/250" for step in (4, 104, 204, 250)),
+        *(f"step {step:>3}/250" for step in range(20, 251, 20)),
+        "step 250/250",
     ]
-    assert "10,000 tok/s  0:15 left" in lines[3]
+    assert f"{1000 / step_ms * 1000:,.0f} tok/s  {duration(230 * step_ms / 1000)} left" in lines[2]
     assert not any("\x1b" in line for line in lines) and max(map(len, lines)) < 200
+
+
+def test_off_a_terminal_slow_steps_have_a_line_a_minute(tmp_path: Path) -> None:
+    lines = run(tmp_path, steps=7, step_ms=25_000, total_steps=2000).splitlines()
+    assert [line.split("  loss")[0] for line in lines if "held-out" not in line] == [
+        f"step {step:>4}/2000" for step in (1, 4, 7)
+    ]
+
+
+@pytest.mark.parametrize(
+    "total, each",
+    [(None, 10), (3, 1), (20, 1), (21, 2), (40, 2), (100, 5), (1000, 50), (1001, 100), (10**6, 100)],
+)
+def test_a_line_stands_for_a_round_number_of_steps(total: int | None, each: int) -> None:
+    assert steps_a_line(total) == each
 
 
 def test_on_a_terminal_one_line_moves_and_ends_at_the_last_step(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_weights_that_are_dropped_before_they_set_out_do_not_come() -> None:
     types = ChunkTypes(torch.float32, torch.float32, torch.float32)
     alone = Groups(*[Mesh.serial().axis("data")] * 4)
     chunk = Chunk(spec, alone, types=types, device=CPU, shard_state=True, shard_value=True, on_host=records)
-    chunk.adopt({"w": torch.nn.Parameter(torch.zeros(256))}, {"w": torch.ones(256)})
+    chunk.adopt({"w": torch.nn.Parameter(torch.zeros(256))}, lambda _, start, stop: torch.ones(stop - start))
     up, gate, slot = Link("h2d", ThreadExecutor()), threading.Event(), torch.zeros(spec.numel)
     up._thread.submit(gate.wait, 10)
     chunk.fetch(slot, up)

@@ -319,6 +319,12 @@ def big_llama() -> nn.Module:
     return model
 
 
+def test_two_blocks_as_wide_as_1024_have_a_copy_where_widths_cannot_be_divided() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(1024, 16, 4096) for _ in range(24)))
+    assert len(small_copy(model, {}).model) == 2  # type: ignore[arg-type]
+
+
 def test_a_wide_model_is_proven_on_a_narrow_copy() -> None:
     model = big_llama()
     owners = [n for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]

@@ -205,8 +205,8 @@ def test_what_does_not_fit_is_listed_by_name() -> None:
         TensorSlice("b", "F32", ShardSpec("b", dims_of((1,)))),
     ]
     assert misfits(parts, manifest, complete=True) == [
-        "missing: b (1,)",
+        "missing: b (1,) is not in the checkpoint",
         "shape: a is (2,), the run has (3,)",
     ]
-    assert misfits([], manifest, complete=True) == ["unexpected: a (2,)"]
+    assert misfits([], manifest, complete=True) == ["unexpected: a (2,) is not in this run"]
     assert misfits([], manifest, complete=False) == []

@@ -15,31 +15,19 @@ from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any, TypeVar
 
+from tests.shared.drawn_models import NO_MATRICES, PATTERNS
 from tests.shared.drawn_rarities import rare_of
+from tests.shared.written_models import STYLES, WORDS
+from tests.shared.written_models import TOKENS as WRITTEN_TOKENS
 
 T = TypeVar("T")
 STEPS = 3
 """Before the save; one more is made after it, on the other mesh."""
 DISK = "DISK"
 """Stands for a fresh directory in a case."""
-TOKEN_KINDS = {"gpt": 46, "hf-gpt2": 14, "hf-llama": 12, "own": 14}
+TOKEN_KINDS = {"gpt": 42, "hf-gpt2": 14, "hf-llama": 12, "own": 12, "written": 12}
 WITHOUT_TOKENS = {"perceptron": 14}
 ELEMENTWISE = {"sgd": 34, "adamw": 24, "adam": 10, "lion": 8}
-PATTERNS = {
-    "gpt": ["*norm1*", "*.0.*", "*attention*", "*mlp*"],
-    "hf-gpt2": ["*bias", "*ln_1*", "*.0.*", "*attn*"],
-    "hf-llama": ["*norm*", "*.0.*", "*mlp*"],
-    "own": ["*bias", "*norm1*", "block0*"],
-    "perceptron": ["*bias", "*norm*", "*linear0*"],
-}
-"""Of parameters' names, for optimizer groups."""
-NO_MATRICES = {
-    "gpt": ["*norm*"],  # without biases
-    "hf-gpt2": ["*ln_*", "*bias"],
-    "hf-llama": ["*norm*"],
-    "own": ["*norm*", "*bias"],
-    "perceptron": ["*norm*", "*bias"],
-}
 
 
 @dataclass(frozen=True)
@@ -192,7 +180,11 @@ def _draw_shared(rng: Random, rare: Mapping[str, Any]) -> Shared:
     elif rare and rng.random() < 0.75:
         precision = {"dtype": "fp64"}
     whole = rare.get("optimizer") in ("muon", "lamb") or not rare and rng.random() < 0.08
-    given = rare.get("optimizer") or ("lamb" if whole and rng.random() < 0.5 else "")
+    if kind not in NO_MATRICES and rare.get("optimizer") == "muon":
+        kind = "gpt"
+    given = rare.get("optimizer") or (
+        "lamb" if whole and (kind not in NO_MATRICES or rng.random() < 0.5) else ""
+    )
     optimizer = _draw_optimizer(rng, kind, precision["dtype"], "" if given == "muon" else given)
     if whole and optimizer["type"] != "lamb":
         optimizer = _muon(rng, kind)
@@ -268,11 +260,11 @@ def _draw_mesh(rng: Random, shared: Shared, world: int) -> Mesh:
     weights = {"data": 34.0, "tensor": 28.0, "pipeline": 20.0, "sequence": 18.0}
     if shared.kind == "perceptron":
         weights |= {"tensor": 0.0, "sequence": 0.0}
-    if shared.kind == "own":
+    if shared.kind == "own" or shared.kind == "written" and world > WRITTEN_TOKENS // 2:
         weights |= {"sequence": 0.0}
     if shared.whole_tensors:
         weights |= {"tensor": 0.0}
-    left, alone = world, rng.random() < 0.35
+    left, alone = world, rng.random() < 0.35 or shared.kind == "written"  # its modes stand alone
     axis = choose(rng, weights)
     if weights.get(rare := shared.rare.get("axis", "")):
         axis, alone = rare, True
@@ -281,19 +273,20 @@ def _draw_mesh(rng: Random, shared: Shared, world: int) -> Mesh:
         sizes[axis] *= 2
         left //= 2
     accumulation = 1 if shared.one_micro_batch else choose(rng, {1: 60, 2: 28, 3: 12})
-    tensor = _draw_tensor(rng, sizes["tensor"], shared.rare)
+    tensor = _draw_tensor(rng, sizes["tensor"], shared)
     parts = Mesh(sizes["data"], None, tensor, None, accumulation).sample_parts
     pipeline = _draw_pipeline(rng, shared, sizes["pipeline"], parts)
     sequence = _draw_sequence(rng, shared, sizes["sequence"])
     return Mesh(sizes["data"], pipeline, tensor, sequence, accumulation)
 
 
-def _draw_tensor(rng: Random, size: int, rare: Mapping[str, Any]) -> dict[str, Any] | None:
+def _draw_tensor(rng: Random, size: int, shared: Shared) -> dict[str, Any] | None:
     if size == 1:
         return None
     modes: dict[str, float] = {"1d": 5}
-    modes |= {2: {"2.5d": 0.6}, 4: {"2d": 4, "2.5d": 1}, 8: {"2.5d": 3, "3d": 3}}.get(size, {})
-    mode = wanted if (wanted := rare.get("tensor")) in modes else choose(rng, modes)
+    if shared.kind != "written":
+        modes |= {2: {"2.5d": 0.6}, 4: {"2d": 4, "2.5d": 1}, 8: {"2.5d": 3, "3d": 3}}.get(size, {})
+    mode = wanted if (wanted := shared.rare.get("tensor")) in modes else choose(rng, modes)
     found: dict[str, Any] = {"size": size} | ({} if mode == "1d" else {"mode": mode})
     if mode == "1d":
         found |= maybe(rng, 0.35, sequence_parallel=False)
@@ -354,10 +347,12 @@ def _draw_model(rng: Random, shared: Shared, meshes: tuple[Mesh, ...]) -> dict[s
     if grid:
         model["grid"] = True
     cut_tokens = grid or any(mesh.token_parts > 1 for mesh in meshes)
-    if shared.kind != "own" and (rng.random() < 0.12 or "auxiliary" in shared.rare):
+    if shared.kind not in ("own", "written") and (rng.random() < 0.12 or "auxiliary" in shared.rare):
         kinds = ["element"] + ["token"] * (not grid) + ["sample"] * (not cut_tokens)
         model["auxiliary"] = tuple(sorted(rng.sample(kinds, rng.choice([1, min(2, len(kinds))]))))
-    chance = 0.0 if "axis" in shared.rare else 0.1  # adapters are refused on most axes
+    chance = (
+        0.0 if "axis" in shared.rare or shared.kind == "written" else 0.1
+    )  # adapters are refused on most axes
     if not grid and not shared.whole_tensors and "auxiliary" not in model and rng.random() < chance:
         dropout = model["sizes"].get("dropout", 0.0)
         kinds_of = ["plain", "modular"] if dropout else ["plain"]
@@ -377,6 +372,12 @@ def _frozen(rng: Random, shared: Shared, patterns: list[str]) -> dict[str, Any]:
 
 
 def _draw_sizes(rng: Random, shared: Shared, meshes: tuple[Mesh, ...]) -> dict[str, Any]:
+    if shared.kind == "written":
+        # ALiBi's float32 buffer beside scores in 16 bits is an error of torch's
+        styles = [s for s in STYLES if shared.precision["dtype"] in ("fp64", "fp32") or "ALiBi" not in s]
+        sizes: dict[str, Any] = {"style": rng.choice(styles), "layers": rng.choice([1, 2, 3])}
+        sizes["layers"] = max(sizes["layers"], *(mesh.stages for mesh in meshes))
+        return sizes | {"vocabulary": WORDS, "sequence": WRITTEN_TOKENS}
     parts = math.lcm(*(mesh.head_parts for mesh in meshes))
     hidden = math.lcm(*(mesh.hidden_parts for mesh in meshes))
     heads = parts * (rng.choice([1, 2, 3]) if parts <= 4 else 1)
@@ -387,7 +388,7 @@ def _draw_sizes(rng: Random, shared: Shared, meshes: tuple[Mesh, ...]) -> dict[s
         width += heads * 2
     tokens = math.lcm(*(mesh.token_parts for mesh in meshes))
     stages = max(mesh.stages for mesh in meshes)
-    sizes: dict[str, Any] = {
+    sizes = {
         "vocabulary": rng.choice([max(11, hidden), 16, 37, 64, 101]),
         "layers": max(stages, rng.choice([1, 2, 2, 3])),
         "heads": heads,
@@ -443,7 +444,7 @@ def _draw_batch(
     longest = model["sizes"].get("sequence", tokens * max(1, rng.choice([4, 8, 12]) // tokens))
     found |= {"tokens": tokens * rng.randint(1, longest // tokens) if rng.random() < 0.3 else longest}
     found |= {"mask": "none", "positions": False}
-    if shared.kind != "own" and (rng.random() < 0.4 or "mask" in shared.rare):
+    if shared.kind not in ("own", "written") and (rng.random() < 0.4 or "mask" in shared.rare):
         masks = {"none": 2, "documents": 2} if shared.kind == "gpt" else {"none": 2, "right": 3, "left": 1}
         found |= {
             "form": "dict",
@@ -574,10 +575,12 @@ def _draw_habits(
     if shared.kind == "perceptron":
         refused = ["not finite", "shape", "no labels"]
     return {
-        "build": rng.choice(["callable", "module"]),
+        "build": "module" if shared.kind == "written" else rng.choice(["callable", "module"]),
         "drive": drive,
         "gradients": drive == "forward_backward" and not shared.in_backward,
-        "criterion": choose(rng, {"none": 6, "mean": 2, "sum and count": 2})
+        "criterion": choose(
+            rng, {"none": 6, "mean": 2, "sum and count": 2, "model": 6 if shared.kind == "written" else 0}
+        )
         if drive != "own loop"
         else "none",
         "optimizer": shared.own_optimizer,

@@ -13,7 +13,25 @@ from torch import Tensor, nn
 from colossal_lite.models import GPT, GPTConfig
 from tests.shared.emitting import emit
 from tests.shared.parity import DTYPE, ModularAdapter, adapt
+from tests.shared.written_models import STYLES
 
+PATTERNS = {
+    "gpt": ["*norm1*", "*.0.*", "*attention*", "*mlp*"],
+    "hf-gpt2": ["*bias", "*ln_1*", "*.0.*", "*attn*"],
+    "hf-llama": ["*norm*", "*.0.*", "*mlp*"],
+    "own": ["*bias", "*norm1*", "block0*"],
+    "written": ["*bias", "*ln_1*", "*.0.*", "*mlp*"],
+    "perceptron": ["*bias", "*norm*", "*linear0*"],
+}
+"""Of parameters' names, for optimizer groups."""
+NO_MATRICES = {
+    "gpt": ["*norm*"],  # without biases
+    "hf-gpt2": ["*ln_*", "*bias"],
+    "hf-llama": ["*norm*"],
+    "own": ["*norm*", "*bias"],
+    "perceptron": ["*norm*", "*bias"],
+}
+"""Those that Muon does not train; of a written model there is no one list."""
 ADAPTERS = {"plain": None, "modular": ModularAdapter}
 
 
@@ -100,6 +118,8 @@ def build_model(model: Mapping[str, Any]) -> nn.Module:
         made = own(**sizes)
     elif kind == "perceptron":
         made = perceptron(**sizes)
+    elif kind == "written":
+        made = STYLES[sizes["style"]](sizes["layers"]).float()
     else:
         from tests.shared.hugging_face import sized
 

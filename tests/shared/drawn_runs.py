@@ -89,7 +89,13 @@ def mean(logits: Tensor, labels: Tensor) -> Tensor:
     return total / count
 
 
-CRITERIA = {"none": None, "mean": mean, "sum and count": summed}
+CRITERIA: dict[str, Any] = {"none": None, "mean": mean, "sum and count": summed, "model": "model"}
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """What a model of any kind gives."""
+    found: Tensor = getattr(outputs, "logits", outputs[0] if isinstance(outputs, tuple) else outputs)
+    return found
 
 
 def new_model(case: DrawnCase) -> Any:
@@ -201,7 +207,7 @@ def _step(engine: cl.Engine, context: cl.Context, case: DrawnCase, number: int, 
         for part in _micro_batches(batch, context.config.gradient_accumulation):
             inputs, labels = part
             outputs = engine(**inputs) if isinstance(inputs, dict) else engine(inputs)
-            total, count = summed(getattr(outputs, "logits", outputs), labels)
+            total, count = summed(logits_of(outputs), labels)
             engine.backward(total / count.clamp(min=1), int(count))
         result = engine.step()
     else:
@@ -243,15 +249,12 @@ def _beside_steps(engine: cl.Engine, context: cl.Context, case: DrawnCase, numbe
             seen.told = f"{type(error).__name__}: {error}"
     if case.habits["load_before"] == number:
         seen.phase = "load of halved weights"
-        engine.load_full_state_dict({name: halved(value) for name, value in engine.full_state_dict().items()})
+        buffers = dict(build_model(case.model).named_buffers())
+        state = engine.full_state_dict()
+        engine.load_full_state_dict({n: value if n in buffers else value / 2 for n, value in state.items()})
     if case.habits["evaluate_after"] == number:
         seen.phase = "evaluation"
         seen.evaluated = _evaluated(engine, context, case, -1)
-
-
-def halved(value: Tensor) -> Tensor:
-    """Half of a weight: the same in every dtype."""
-    return value / 2 if value.is_floating_point() else value
 
 
 def _evaluated(engine: cl.Engine, context: cl.Context, case: DrawnCase, number: int) -> float:
@@ -401,7 +404,7 @@ class PlainLoop:
     def halve(self) -> None:
         """Halve all weights, as somebody does who loads a state dict between steps."""
         for master in self.masters.values():
-            master.copy_(halved(master))
+            master.div_(2)
 
     def _loss(self, number: int, samples: int) -> Tensor:
         with torch.no_grad():
@@ -414,10 +417,13 @@ class PlainLoop:
         inputs = inputs.to(DTYPE[self.dtype]) if inputs.is_floating_point() else inputs
         positions = torch.arange(1 if inputs.is_floating_point() else inputs.shape[1])
         self.streams.begin(number, sample_numbers(self.case, number, samples), positions)
+        if self.case.habits["criterion"] == "model":
+            own: Tensor = self.model(inputs, labels)[1]  # in the model's dtype, as on the ranks
+            return own
         outputs = (
             self.model(input_ids=inputs, **batch) if self.case.batch["form"] == "dict" else self.model(inputs)
         )
-        total, count = summed(getattr(outputs, "logits", outputs), labels)
+        total, count = summed(logits_of(outputs), labels)
         loss: Tensor = sum(self.emitted, total / count)
         self.emitted.clear()
         return loss

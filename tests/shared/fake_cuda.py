@@ -248,6 +248,7 @@ def on_a_rank(device: FakeDevice, case: dict[str, Any]) -> dict[str, Any]:
     from colossal_lite.engine.context import Context, FailureBoard
     from colossal_lite.engine.rank_comparison import RankComparison
     from colossal_lite.engine.stopping import StopSignals
+    from colossal_lite.kernels import philox
     from colossal_lite.zero import forward_hooks, sharded_weights
 
     config = Config.load(case["config"]).check_world(case["ranks"])
@@ -274,7 +275,9 @@ def on_a_rank(device: FakeDevice, case: dict[str, Any]) -> dict[str, Any]:
         with Context(
             config, mesh, place, 0, store, "fake", board, StopSignals(), ExitStack(), lambda *_: None
         ) as context:
-            engine = cl.initialize(lambda: cl.models.GPT(model), context=context)
+            with patch.object(philox, "_contiguous_words", wraps=philox._contiguous_words) as on_host:
+                engine = cl.initialize(lambda: cl.models.GPT(model), context=context)
+            drawn = [on_host.call_count, device.counts.triton["_draw_kernel"]]
             rows = [(torch.arange(tokens), torch.arange(1, tokens + 1)) for _ in range(samples * 3)]
             batches = iter(context.dataloader(rows, global_batch=samples))
             for _ in range(3):
@@ -287,7 +290,7 @@ def on_a_rank(device: FakeDevice, case: dict[str, Any]) -> dict[str, Any]:
             engine.close()
     return dict(
         kernels=sum(counts.kernels.values()), triton=sum(counts.triton.values()), waits=counts.waits,
-        pageable=counts.pageable, evaluated=evaluated.waits, messages=device.messages,
+        pageable=counts.pageable, evaluated=evaluated.waits, messages=device.messages, drawn=drawn,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -425,16 +426,19 @@ def relative_error(ours: Tensor, truth: Tensor, whole: float) -> float:
     return float((ours - truth).norm()) / (float(truth.norm()) + 1e-6 * whole)
 
 
-def assert_no_further(case: Case, times: float = 1.5, **changes: Any) -> None:
+def assert_no_further(case: Case, times: float = 1.5, *, seeds: Sequence[int] = (7,), **changes: Any) -> None:
     """A run in 16 bits is no further from the float64 truth than `times` the plain run in the same dtype: in
-    all gradients together, and in all parameters together, over its steps."""
+    all gradients together, and in all parameters together, over its steps and `seeds`."""
     case = replace(case, **changes)
-    check_no_further(case, run_world(parallel_run, case.world_size, case, timeout_s=120), times)
+    cases = [replace(case, config=case.config | {"seed": seed}) for seed in seeds]
+    worlds = [run_world(parallel_run, each.world_size, each, timeout_s=120) for each in cases]
+    check_no_further(cases, [list(chain(*runs)) for runs in zip(*worlds, strict=True)], times)
 
 
-def check_no_further(case: Case, ranks: list[list[Step]], times: float = 1.5) -> None:
-    truth = serial_run(replace(case, config=case.config | {"precision": "fp64"}))
-    plain = serial_run(case)
+def check_no_further(cases: Sequence[Case], ranks: list[list[Step]], times: float = 1.5) -> None:
+    """`ranks`: of each rank the steps of all cases, in turn."""
+    exact = [replace(case, config=case.config | {"precision": "fp64"}) for case in cases]
+    truth, plain = ([step for case in some for step in serial_run(case)] for some in (exact, cases))
     for rank, ours in enumerate(ranks):
         for kind in ("gradients", "parameters"):
             mine, theirs = distance(ours, truth, kind), distance(plain, truth, kind)

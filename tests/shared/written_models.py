@@ -116,13 +116,13 @@ class Head(nn.Module):
         super().__init__()
         self.key, self.query, self.value = (nn.Linear(WIDTH, HEAD, bias=False) for _ in range(3))
         self.register_buffer("tril", torch.ones(TOKENS, TOKENS).tril())
-        self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         _, T, _ = x.shape
         wei = self.query(x) @ self.key(x).transpose(-2, -1) * HEAD**-0.5
-        wei = F.softmax(wei.masked_fill(self.tril[:T, :T] == 0, float("-inf")), dim=-1)
-        out: Tensor = self.dropout(wei) @ self.value(x)
+        out: Tensor = F.softmax(wei.masked_fill(self.tril[:T, :T] == 0, float("-inf")), dim=-1) @ self.value(
+            x
+        )
         return out
 
 
@@ -135,7 +135,10 @@ class HeadsApart(nn.Module):
         self.proj, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.dropout(self.proj(torch.cat([h(x) for h in self.heads], dim=-1)))
+        heads = self.dropout(
+            torch.stack([h(x) for h in self.heads], dim=1)
+        )  # as many heads as a rank has tokens
+        out: Tensor = self.dropout(self.proj(heads.transpose(1, 2).flatten(2)))
         return out
 
 
@@ -187,7 +190,9 @@ class Written(nn.Module):
         parts: dict[str, nn.Module] = dict(wte=nn.Embedding(WORDS, WIDTH))
         if positions == "table":
             parts["wpe"] = nn.Embedding(TOKENS, WIDTH)
-        parts["h"] = nn.ModuleList(Block(attn(), mlp(), more.get("calls_forward", False)) for _ in range(3))
+        parts["h"] = nn.ModuleList(
+            Block(attn(), mlp(), more.get("calls_forward", False)) for _ in range(more.get("layers", 3))
+        )
         self.transformer = nn.ModuleDict(parts | dict(ln_f=nn.LayerNorm(WIDTH)))
         self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
         if more.get("tied"):
@@ -207,20 +212,24 @@ class Written(nn.Module):
             x = x + self.pos_emb[:, :t]
         elif self.positions == "angles":
             side = (
-                torch.outer(torch.arange(t).double(), 100.0 ** -torch.linspace(0, 1, HEAD // 2).double()),
+                torch.outer(torch.arange(t).double(), 100.0 ** -torch.linspace(0, 1, HEAD // 2).double()).to(
+                    x
+                ),
             )
         for block in self.transformer.h:  # type: ignore[union-attr]
             x = block(x, *side)
         logits = self.lm_head(self.transformer.ln_f(x))  # type: ignore[operator]
-        return logits, None
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.view(-1, WORDS), targets.view(-1))
 
 
 def _style(
     attn: Callable[[], nn.Module], mlp: Callable[[], nn.Module], positions: str, **more: Any
-) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
+) -> Callable[..., nn.Module]:
+    def build(layers: int = 3) -> nn.Module:
         torch.manual_seed(0)
-        made = Written(attn, mlp, positions, **more).double()
+        made = Written(attn, mlp, positions, layers=layers, **more).double()
         for parameter in made.parameters():  # ones and zeros hide what a norm does with its weight
             parameter.data.add_(0.1 * torch.randn_like(parameter))
         return made
@@ -228,7 +237,7 @@ def _style(
     return build
 
 
-STYLES: dict[str, Callable[[], nn.Module]] = {
+STYLES: dict[str, Callable[..., nn.Module]] = {
     "fused, tied": _style(lambda: FusedAttention(0.0), MLP, "table", tied=True),
     "fused, dropout": _style(lambda: FusedAttention(0.1), MLP, "parameter"),
     "grouped, rotary": _style(GroupedAttention, GatedMLP, "angles", calls_forward=True),
