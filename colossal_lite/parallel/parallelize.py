@@ -44,7 +44,7 @@ from colossal_lite.parallel.plan_proof import check_plan, check_sequence, parts_
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import ROLES, Role, assign_roles, known_plan, with_new_names
 from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops, sees_whole_sequences
-from colossal_lite.parallel.small_copy import NoCopyError
+from colossal_lite.parallel.small_copy import LENGTH_NAMES, NoCopyError
 from colossal_lite.parallel.tensor_modes import (
     Form,
     LocalRows,
@@ -302,7 +302,7 @@ FACT_NAMES: dict[str, tuple[str, ...]] = {
     "width": ("width", "hidden_size", "n_embd"),
     "ffn": ("ffn", "ffn_width", "intermediate_size", "n_inner"),
     "vocabulary": ("vocabulary", "vocab_size"),
-    "sequence": ("sequence", "max_position_embeddings", "n_positions", "block_size"),
+    "sequence": LENGTH_NAMES,
     "tied": ("tied", "tie_word_embeddings"),
     "causal": ("causal", "is_causal"),
 }

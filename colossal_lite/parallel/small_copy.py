@@ -193,12 +193,23 @@ def table_roles(model: nn.Module) -> dict[str, Role]:
     }
 
 
+LENGTH_NAMES = ("sequence", "max_position_embeddings", "n_positions", "block_size")
+"""Names under which the configurations of models state the most tokens: ours, Hugging Face's, nanoGPT's."""
+
+
+def few_tokens(model: nn.Module) -> int:
+    """TOKENS, or as many as the model's configuration states where these are fewer."""
+    config = getattr(model, "config", None)
+    stated = next((n for name in LENGTH_NAMES if (n := getattr(config, name, None))), TOKENS)
+    return min(TOKENS, stated)
+
+
 def few_ids(model: nn.Module, samples: int = 2) -> Tensor:
-    """Ids [samples, TOKENS] that every table of a model has, other ones in each sample, on its device."""
+    """Ids [samples, tokens] that every table of a model has, other ones in each sample, on its device."""
     rows = min((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=TOKENS)
     device = next(model.parameters()).device
     sample = torch.arange(samples, device=device)[:, None]
-    return ((sample + 1) * torch.arange(TOKENS, device=device) + sample).remainder(max(rows, 1))
+    return ((sample + 1) * torch.arange(few_tokens(model), device=device) + sample).remainder(max(rows, 1))
 
 
 def _shape(parameter: Tensor, rows: int | None, narrow: Narrowing | None) -> tuple[int, ...]:

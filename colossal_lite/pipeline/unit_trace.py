@@ -26,12 +26,12 @@ from torch.utils._pytree import tree_leaves
 
 from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
-    TOKENS,
     NoCopyError,
     Wide,
     check_apart,
     deep_copy,
     few_ids,
+    few_tokens,
     small_copy,
     table_roles,
 )
@@ -109,8 +109,8 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module]:
     except Exception as error:  # of the model's own code
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         raise UnitsError(
-            f"parallel.pipeline: a copy of {type(model).__name__} does not run on ids [2, {TOKENS}] alone: {why}; "
-            f"legal: a default for every further argument of its forward, as targets=None; a method "
+            f"parallel.pipeline: a copy of {type(model).__name__} does not run on ids [2, {few_tokens(made)}] alone: "
+            f"{why}; legal: a default for every further argument of its forward, as targets=None; a method "
             f"pipeline_sections() (docs/pipeline.md); or pipeline=1"
         ) from error
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from colossal_lite.parallel.auto_plan import auto_plan
 from colossal_lite.pipeline.traced_sections import traced
@@ -112,6 +113,11 @@ def test_units_say_which_parameters_are_theirs() -> None:
     assert [block.modules for block in blocks] == [("blocks.0",), ("blocks.1",), ("blocks.2",)]
     assert [block.parameters for block in blocks] == [(), ("scales",), ("scales",)]
     assert head.modules == ("words", "norm"), "the head reads the table"
+
+
+def test_a_model_of_fewer_positions_than_a_trace_takes_tokens_has_units() -> None:
+    shape = GPT2Config(vocab_size=50, n_positions=6, n_embd=8, n_head=2, n_layer=3, use_cache=False)
+    assert len(traced(GPT2LMHeadModel(shape)).parts) == 5
 
 
 # ---- what is refused ----
