@@ -175,7 +175,7 @@ def _chart(name: str, curves: Mapping[str, Sequence[tuple[float, float]]], low: 
     width, height, top = 440, 270, 46
     bottom, low = height - 44.0, min(values) if low is None else low
     high = max(values) if max(values) > low else low + (abs(low) or 1.0)
-    margin, aside = (high - low) / 20, (max(reach) - min(reach)) / 50  # no curve lies on an edge
+    margin, aside = (high - low) / 20, (max(reach) - min(reach)) / 50  # no curve is on an edge
     y = Scale(low - margin * (low > 0), high + margin, bottom, top)
     x = Scale(min(reach) - aside, max(reach) + aside, 66.0, width - 14.0)
     colours = dict(zip(curves, PALETTE, strict=False))

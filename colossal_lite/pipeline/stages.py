@@ -38,7 +38,7 @@ class OtherStageModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         name, unit = self._place
-        raise RuntimeError(f"{name} is not on this rank: unit {unit!r} lies on another pipeline stage")
+        raise RuntimeError(f"{name} is not on this rank: unit {unit!r} is on another pipeline stage")
 
 
 @dataclass(frozen=True)

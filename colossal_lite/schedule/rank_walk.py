@@ -52,7 +52,7 @@ class TierCopies:
 
     def read(self, node: int, key: Key, tier: str) -> None:
         if key not in self.newest:
-            self.table.fault(f"{_name(key)}: nothing says where it lies", node)
+            self.table.fault(f"{_name(key)}: nothing says where it is", node)
         elif not self.fresh(key, tier):
             state = "is stale" if (key, tier) in self.version else "is not"
             self.table.fault(f"{_name(key)} {state} on the {tier}", node)

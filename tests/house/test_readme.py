@@ -38,7 +38,7 @@ def test_the_two_commands_stand_alone_and_in_this_order() -> None:
     assert tuple(line for line in lines if line.startswith("pip install -c constraints.txt")) == COMMANDS
 
 
-LOOP = next(code for _, code in snippets() if "engine.train_step" in code)
+LOOP = next(code for _, code in snippets() if "engine.train_step" in code and "is_main" in code)
 BLOCKS = [pytest.param(code, id=name) for name, code in snippets() if code != LOOP]
 RUNS = [block for block in BLOCKS if "cl.Run(" in block.values[0] or "cl.fit(" in block.values[0]]
 
