@@ -105,15 +105,34 @@ class RankComparison:
 
     @contextmanager
     def forward(self, batch: Batch) -> Iterator[None]:
-        """Context of a forward: notes the buffers that it changes. Raises ValueError if it changes `batch`."""
+        """Context of a forward: notes the buffers that it changes. Raises ValueError if it changes `batch`, and if it
+        fails at a buffer of another dtype than the weights."""
         for name in self._buffers:
             self._look_at(name)
-        with batch.unchanged():
-            yield
+        try:
+            with batch.unchanged():
+                yield
+        except RuntimeError as error:
+            self._explain_dtypes(error)
+            raise
         for name in self._buffers:
             before = self._looked_at[name]
             if self._look_at(name) is not before and int(self._looked_at[name].mark) != int(before.mark):
                 self._changed.add(name)
+
+    def _explain_dtypes(self, error: RuntimeError) -> None:
+        """Raises ValueError for what torch says of two dtypes, if a buffer has another one than the weights."""
+        said, weights = str(error).partition("\n")[0], {p.dtype for p in self.model.parameters()}
+        if "dtype" not in said and "scalar type" not in said:
+            return
+        for name in self._buffers:
+            buffer = self._buffer(name)
+            if buffer.is_floating_point() and buffer.dtype not in weights:
+                raise ValueError(
+                    f"model: {said}; its buffer {name} is {buffer.dtype}, its weights are "
+                    f"{', '.join(sorted(map(str, weights)))}; legal: .to(x.dtype) where the forward reads it, "
+                    f"or precision='fp32'"
+                ) from error
 
     def _look_at(self, name: str) -> _Buffer:
         """The fingerprint of a buffer; the last one if the buffer was not written to since."""

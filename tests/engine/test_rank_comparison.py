@@ -17,6 +17,7 @@ import colossal_lite as cl
 from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
 from colossal_lite.data.fingerprint import fingerprint
 from tests.shared.pool import RankEnv, run_world
+from tests.shared.written_models import STYLES
 
 VOCABULARY = 32
 SGD = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), seed=3, timeout_s=30)
@@ -209,3 +210,15 @@ def test_samples_of_any_plain_kind_are_compared(one: Any) -> None:
     other = {"different": one}
     facts = [dataset_facts([{"x": value, "y": Opaque()}], 1, {}) for value in (one, one, other)]
     assert dataset_fault(facts[:2]) == "" and "sample 0" in dataset_fault(facts[1:])
+
+
+def test_a_buffer_of_another_dtype_than_the_weights_that_stops_a_forward_is_named() -> None:
+    ids = torch.arange(32).view(4, 8)
+    with cl.launch(dict(precision="bf16")) as context:
+        engine = cl.initialize(STYLES["interleaved, ALiBi"]().float(), context=context)
+        with pytest.raises(
+            ValueError,
+            match=r"model: .*(dtype|scalar type).*; its buffer .*slopes is torch.float32, .*torch.bfloat16; legal: ",
+        ):
+            engine.train_step((ids, ids.roll(-1, 1)))
+        engine.close()
