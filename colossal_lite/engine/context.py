@@ -175,7 +175,8 @@ class Context:
     ) -> None:
         if error is not None and not (isinstance(error, SystemExit) and not error.code):
             self.report_failure(reason_of(error))
-            self.mesh.progress.breaks(reason_of(error))
+            if self.mesh.world_size > 1:  # alone, what is left of a step can still be done
+                self.mesh.progress.breaks(reason_of(error))
             self._leaving(error, self.first_failure())
         self._owned.__exit__(kind, error, trace)
         asked = [ask() for ask in self._endings] if error is None else []

@@ -508,6 +508,8 @@ class Engine:
         self._weights.follow(plan[coord])
         with self._hooks.expecting():
             self._runtime.run(plan, work, shapes, slots=slots)
+        if trains and self._updates.within_backward:  # a rank whose stages are frozen has had no backward
+            self._updates.begin(self._rate_factor, self._comparison)
 
     @property
     def _posts_ahead(self) -> bool:

@@ -103,6 +103,8 @@ class EngineParts:
         """Run deferred updates, then prefetch the optimizer state that the next updates need first."""
         # The forward has run them, unless this backward belongs to an earlier one. The slots are used in order.
         self.weights.run_deferred()
+        if self.updates.under_way:
+            return  # an earlier stage's backward has prepared, and perhaps updated
         if self.memory_budget is None or self.memory_budget.placement is not None:
             self.optimizer.prepare()
 

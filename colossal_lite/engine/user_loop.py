@@ -105,7 +105,7 @@ class UserLoop:
             self._updates.begin(factor, self._comparison)
         step.calls += 1
         step.samples += self._samples
-        self._hooks.begin(0, is_last=False, seed=seed, frees=is_last)
+        self._hooks.begin(0, is_last=updates, seed=seed, frees=is_last, sums=self._by_micro_batch)
         with self._parts.measured(), self._parts.around_backward(), self._hooks.expecting():
             (total if seed == 1.0 else total * seed).backward()
         if self._by_micro_batch or updates:

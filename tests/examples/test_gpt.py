@@ -77,7 +77,7 @@ def few_steps(text: Path, out: Path) -> list[object]:
 def test_the_same_command_twice_gives_the_same_metrics(train: Train, text: Path, tmp_path: Path) -> None:
     outs = [tmp_path / name for name in ("a", "b", "c")]
     assert [
-        train(*few_steps(text, out), "--seed", seed) for out, seed in zip(outs, (1, 1, 2), strict=True)
+        train(*few_steps(text, out), "--seed", seed) for out, seed in zip(outs, (3, 3, 2), strict=True)
     ] == [0] * 3
     for name in ("metrics.jsonl", "evaluation.jsonl", "model.safetensors", "run.json"):
         first, again, other = ((out / name).read_bytes() for out in outs)

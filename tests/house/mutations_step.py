@@ -181,7 +181,7 @@ FAULTS_STEP: Faults = {
     "own optimizer not clipped": (OWN, "OwnOptimizer.update", _not_clipped),
     "loss scale not removed": (HALF, "Chunk.accept", _scale_kept),
     "one seed for parts of all sizes": (HALF, "GradientHooks.begin", _one_seed_for_all_parts),
-    "weights in 16 bits not renewed": (HALF, "Chunk.seen", _not_published),
+    "weights in 16 bits not renewed": (HALF, "Chunk.weights_to_write", _not_published),
 }
 
 FAULTS: Faults = FAULTS_DATA | FAULTS_STEP

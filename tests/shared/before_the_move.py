@@ -1,8 +1,8 @@
-"""Writes what version 0.1.0 of the old layout saved and printed: `python -m tests.shared.before_the_move FOLDER`.
+"""Writes what version 0.1.0 of the old layout saved: `python -m tests.shared.before_the_move FOLDER`.
 
-Checkpoints on three meshes with the losses and states of the steps after them, and metrics of the GPT example in
-four modes.  Run once, at commit 7937e4a; `tests/fixtures/before_the_move` holds the output.  The configs keep the
-setting names of that version, because they must still load.
+Checkpoints on three meshes with the losses and states of the steps after them.  Run once, at commit 7937e4a;
+`tests/fixtures/before_the_move` holds the output.  The configs keep the setting names of that version, because they
+must still load.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +46,6 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         dict(parallel=dict(pipeline=dict(size=2, schedule="interleaved", micro_batches=2, chunks=2))),
     ),
-}
-EXAMPLES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "small": (1, ("--config", "small")),
-    "zero3_host": (2, ("--config", "zero3_host", "--zero.reduction", "ordered")),
-    "small_tensor": (2, ("--config", "small_tensor")),
-    "small_pipeline": (2, ("--config", "small_pipeline")),
 }
 
 
@@ -109,30 +101,14 @@ def go_on(env: RankEnv, config: dict[str, Any], folder: str, save: bool) -> dict
         return found
 
 
-def run_example(mode: str, out: Path) -> list[dict[str, Any]]:
-    """The metrics of three steps in float64 on the text of LICENSE."""
-    ranks, options = EXAMPLES[mode]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = command if ranks > 1 else [sys.executable]
-    command += [str(ROOT / "examples" / "gpt" / "train.py"), *options, "--precision.dtype", "fp64"]
-    command += ["--steps", "3", "--global-batch", "4", "--sample", "5"]
-    command += ["--data", str(ROOT / "LICENSE"), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
 def write(folder: Path) -> None:
-    expected: dict[str, Any] = {"machine": machine(), "meshes": {}, "examples": {}}
+    expected: dict[str, Any] = {"machine": machine(), "meshes": {}}
     for name, (ranks, config) in MESHES.items():
         saved = folder / name
         shutil.rmtree(saved, ignore_errors=True)
         found = run_world(go_on, ranks, BASE | config, str(saved), True)
         assert all(row == found[0] for row in found)
         expected["meshes"][name] = {key: found[0][key] for key in ("saved", "losses", "state")}
-    for mode in EXAMPLES:
-        with tempfile.TemporaryDirectory() as out:
-            expected["examples"][mode] = run_example(mode, Path(out))
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
     pool().close()
 

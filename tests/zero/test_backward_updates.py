@@ -184,6 +184,14 @@ OTHERS: dict[str, Case] = {
         CASE, layers=4, global_batch=6, pipeline=dict(size=2, schedule="zb-v", micro_batches=2),
         config=ADAMW | dict(zero=dict(stage=2), gradient_accumulation=2),
     ),
+    "a pipeline whose first stage is frozen": replace(
+        CASE, tied=False, frozen=("token.weight", "position.weight"),
+        pipeline=dict(size=2, micro_batches=2, partition=(1, 5)), config=ADAMW,
+    ),
+    "a pipeline, split backward on two stages a rank, state on the host": replace(
+        CASE, layers=4, pipeline=dict(size=2, schedule="zb-v", stages_per_rank=2, micro_batches=1),
+        config=ADAMW | dict(zero=dict(stage=3, prefetch=2), memory=dict(placement="host")),
+    ),
     "untied, gloo, float32": replace(
         CASE, family="llama", tied=False,
         config=ADAMW | dict(zero=dict(stage=1), backend="gloo", precision="fp32"),
