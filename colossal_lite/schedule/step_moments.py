@@ -29,9 +29,9 @@ Between the last backward of a step and the update no code reads weights that ha
 and the next backward there is no gradient.  A device may have no room for both.  Instead of offloading them, it can
 place both in one arena with the buffers of a step (memory/arena.py).  Their moments are planned (`SharedInterval`,
 `shared_interval`).  Weights leave when the sum of their gradient starts in the last backward.  Gradients lie over
-weights of later chunks.  An update writes weights where they were.  Example: a 124M GPT in bf16 on two ranks at stage
-3. Under a device budget of 1 GB its plan moves 504 MB each way over the link in a step.  With resident weights it is
-   669. Under 1.4 GB it moves 103 instead of 266.  It costs three things.  A skipped or discarded step rebuilds these
+weights of later chunks.  An update writes weights where they were.  Example: a 124M GPT in bf16 on two ranks at
+stage 3.  Under a device budget of 1 GB its plan moves 504 MB each way over the link in a step, instead of 669 with
+resident weights.  Under 1.4 GB it moves 103 instead of 266.  It costs three things.  A skipped or discarded step rebuilds these
 weights from their masters, whose records are copied as for updates.  Reading weights between backward and step raises
 an error.  Modules must run in the order of the first step, once a backward.
 

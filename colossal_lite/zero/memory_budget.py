@@ -18,9 +18,8 @@ rank a shard on the device is copied to its slot for a use, as with several.
 A larger or longer batch, for training or evaluation, is forecast before it runs.  It is refused if it does not fit.
 Without a forecast the bytes are taken to grow with the samples and with the square of the length.  For this the ranks
 exchange the shape of every batch.  Evaluations before the first step are measured, and refused afterwards.
-Cost: some
-milliseconds a block for the run without tensors, and one exchange of two numbers a batch.  Counting makes the first
-step slower.
+Cost: some milliseconds a block for the run without tensors, and one exchange of two numbers a batch.  Counting makes
+the first step slower.
 
 A GPU's kernels allocate other buffers than a run without tensors.  So its first step is measured by the peak of torch's
 allocator.  That includes what others had allocated by then, workspaces, and gathered weights, which count twice.  The
