@@ -134,6 +134,7 @@ def _initialize(
     if isinstance(criterion, str) and criterion != "model":
         raise ValueError(f"criterion={criterion!r}; legal: a callable, 'model' or None")
     loss = _own_loss(module, context) if isinstance(criterion, str) else criterion
+    _check_recomputed_sequences(module, context)
     streams = DropoutStreams(config.seed)
     forecast_batch = _forecast_batch(model, context, plan)
     originals = dict(module.named_parameters())
@@ -212,6 +213,19 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
     if context.config.parallel.pipeline.is_staged:
         check_hooks(module)
     return facts
+
+
+def _check_recomputed_sequences(module: nn.Module, context: Context) -> None:
+    """Raises ValueError where a recomputation would not see whole sequences: gathers of ZeRO-3 run it themselves."""
+    config, size = context.config, context.mesh.size("sequence")
+    if size == 1 or config.zero.stage < 3 or config.activation_checkpoint == "none":
+        return
+    if sees_whole_sequences(module):
+        raise ValueError(
+            f"activation_checkpoint={config.activation_checkpoint!r} with zero.stage=3 and parallel.sequence={size}: "
+            f"the code of {type(module).__name__} would be run again on a part of a sequence; legal: one of the three "
+            f"less, models.GPT, or Hugging Face's GPT-2 and Llama without dropout of attention"
+        )
 
 
 def _own_loss(module: nn.Module, context: Context) -> ModelLoss:

@@ -31,9 +31,9 @@ place both in one arena with the buffers of a step (memory/arena.py).  Their mom
 `shared_interval`).  Weights leave when the sum of their gradient starts in the last backward.  Gradients lie over
 weights of later chunks.  An update writes weights where they were.  Example: a 124M GPT in bf16 on two ranks at
 stage 3.  Under a device budget of 1 GB its plan moves 504 MB each way over the link in a step, instead of 669 with
-resident weights.  Under 1.4 GB it moves 103 instead of 266.  It costs three things.  A skipped or discarded step rebuilds these
-weights from their masters, whose records are copied as for updates.  Reading weights between backward and step raises
-an error.  Modules must run in the order of the first step, once a backward.
+resident weights.  Under 1.4 GB it moves 103 instead of 266.  It costs three things.  A skipped or discarded step
+rebuilds these weights from their masters, whose records are copied as for updates.  Reading weights between backward
+and step raises an error.  Modules must run in the order of the first step, once a backward.
 
 In a pipeline P are the chunks of a rank's own stages, and k its micro-batches times the accumulated parts.  Chunks
 that several stages use are summed over them first, once a step.  They have k = 1 and a full buffer for the step.

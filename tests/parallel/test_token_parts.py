@@ -18,7 +18,7 @@ from colossal_lite.parallel.token_parts import TokenCut
 from colossal_lite.parallel.whole_sizes import CutError, Part
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.shared import hugging_face
-from tests.shared.pool import RankEnv, run_world
+from tests.shared.pool import RankEnv, WorldError, run_world
 from tests.shared.written_models import MLP, STYLES, TOKENS, WIDTH, WORDS, EinopsAttention, Written
 
 
@@ -98,6 +98,15 @@ def trained(env: RankEnv, name: str, config: Mapping[str, Any]) -> tuple[Any, ..
             gradients = gradients or engine.full_gradients()
             engine.step()
         return losses, gradients, engine.full_state_dict()
+
+
+def test_a_recomputation_within_the_gathers_of_zero_3_is_refused_by_name() -> None:
+    config = dict(parallel=dict(sequence=2), zero=dict(stage=3), activation_checkpoint="full")
+    words = (
+        "activation_checkpoint='full' with zero.stage=3 and parallel.sequence=2: the code of .* legal: one of"
+    )
+    with pytest.raises(WorldError, match=words):
+        run_world(trained, 2, next(iter(STYLES)), config)
 
 
 ON: dict[str, tuple[str, int, dict[str, Any]]] = {
