@@ -401,7 +401,7 @@ def _forecast_batch(
         if not trains and context.config.parallel.pipeline.is_staged:
             return None  # `plan` has no evaluation of a pipeline
         try:
-            config = Config.load(context.config, changes).derived("memory", update_on=found.memory.update_on)
+            config = Config.load(context.config, changes).settled("memory", update_on=found.memory.update_on)
             with torch.enable_grad():  # an evaluation may ask
                 made = plan_of(
                     config, again, batch=samples * mesh.size("data"), sequence=tokens, layers=layers,

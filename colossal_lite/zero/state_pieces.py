@@ -135,7 +135,7 @@ def _updated_on_host(
         ),
         StateKind.GRADIENTS: (
             LinkCrossing(0, accumulation, (LEAVING,)),
-            LinkCrossing(0, 1, (GRADIENT_DOWN,)),
+            LinkCrossing(0, 1, (GRADIENT_DOWN.wide(optimizer.gradient_width),)),
         ),
         StateKind.OPTIMIZER: (LinkCrossing(), LinkCrossing()),
     }
