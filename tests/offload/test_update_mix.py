@@ -283,7 +283,9 @@ def moved_down(env: RankEnv, case: Case, placement: str, mix: Any, directory: st
             marks.append(optimizer.tiers.down.moved_bytes)
             found.append((marks[1] - marks[0], marks[2] - marks[1]))
         sides = [(chunk, optimizer.is_updated_on_host(chunk)) for chunk in engine._chunks]
-        gradients = sum(c.gradient.nbytes for c, on_host in sides if on_host or c.gradient_at_rest is not None)
+        gradients = sum(
+            c.gradient.nbytes for c, on_host in sides if on_host or c.gradient_at_rest is not None
+        )
         streamed = {i for i, (_, on_host) in enumerate(sides) if not on_host} - optimizer._on_device
         leaves_device = any(on_host and chunk.gradient_at_rest is None for chunk, on_host in sides)
         return found[1:], gradients, sum(optimizer.record_bytes(i) for i in streamed), leaves_device
