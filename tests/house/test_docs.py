@@ -183,7 +183,9 @@ def test_a_table_of_figures_without_a_command_or_a_date_is_found(tmp_path: Path)
 
 
 def test_sentences_of_paragraphs_items_and_cells_are_counted_apart() -> None:
-    text = "# A title\nOne: two; two. Three `a b c`\nfour.\n\n- five\n- six [seven](x.md) eight\n\n| a | b c |\n"
+    text = (
+        "# A title\nOne: two; two. Three `a b c`\nfour.\n\n- five\n- six [seven](x.md) eight\n\n| a | b c |\n"
+    )
     found = [each for each in sentences(text) if words(each)]
     assert found == ["One: two; two.", "Three CODE four.", "five", "six seven eight", "a", "b c"]
     assert long_sentences("One (two.) Three: four; five.", 2) == ["3 words: Three: four; five."]
