@@ -223,7 +223,7 @@ def _check_recomputed_sequences(module: nn.Module, context: Context) -> None:
     if sees_whole_sequences(module):
         raise ValueError(
             f"activation_checkpoint={config.activation_checkpoint!r} with zero.stage=3 and parallel.sequence={size}: "
-            f"the code of {type(module).__name__} would be run again on a part of a sequence; legal: one of the three "
+            f"the code of {type(module).__name__} would be run again on a part of a sequence. Legal: one of the three "
             f"less, models.GPT, or Hugging Face's GPT-2 and Llama without dropout of attention"
         )
 

@@ -103,7 +103,7 @@ def trained(env: RankEnv, name: str, config: Mapping[str, Any]) -> tuple[Any, ..
 def test_a_recomputation_within_the_gathers_of_zero_3_is_refused_by_name() -> None:
     config = dict(parallel=dict(sequence=2), zero=dict(stage=3), activation_checkpoint="full")
     words = (
-        "activation_checkpoint='full' with zero.stage=3 and parallel.sequence=2: the code of .* legal: one of"
+        "activation_checkpoint='full' with zero.stage=3 and parallel.sequence=2: the code of .* Legal: one of"
     )
     with pytest.raises(WorldError, match=words):
         run_world(trained, 2, next(iter(STYLES)), config)
