@@ -90,7 +90,7 @@ def _part(
         told = died or [failure for failure in error.failures if failure.kind != "done"]
         why = f"{name}: rank {told[0].rank} {told[0].kind}: {told[0].summary}"
         return Verdict("CRASH" if died else "HANG", " ".join(why.split())[:300], detail=str(error))
-    return judge_end(seen, name) or unlike(seen, name) or seen
+    return judge_end(case, seen, name) or unlike(seen, name) or seen
 
 
 # ---- the command ----

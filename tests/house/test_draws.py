@@ -132,7 +132,7 @@ def test_muon_in_sixteen_bits_is_judged_beside_a_plain_loop_that_iterates_in_the
 def test_a_swap_that_its_proof_disproves_is_wrong() -> None:
     words = "ValueError: plan: a small copy of the model is not that of one process: gradient of head"
     refused = Ended("refused", "initialize", words, "")
-    assert judge_end([Seen(ended=refused)] * 2, "first").outcome == "WRONG"  # type: ignore[union-attr]
+    assert judge_end(DrawnCase(**PLAIN), [Seen(ended=refused)] * 2, "first").outcome == "WRONG"  # type: ignore[union-attr]
 
 
 def test_a_sign_that_sixteen_bits_decide_under_lion_is_left_out_and_no_other() -> None:
@@ -156,15 +156,28 @@ def test_a_sign_that_sixteen_bits_decide_under_lion_is_left_out_and_no_other() -
         assert wrong(case, seen, None, truth, truth)[: len("after 3 steps: weights")] == said
 
 
+@pytest.mark.parametrize(("labels", "outcome"), [("sparse", "refused"), ("full", "CRASH")])
+def test_a_run_that_skips_too_many_steps_is_refused_if_no_label_counts(labels: str, outcome: str) -> None:
+    config = PLAIN["config"] | dict(optimizer=dict(type="sgd", lr=0.1, max_skipped_steps=2))
+    model = dict(kind="perceptron", sizes=dict(features=8, classes=5))
+    batch = dict(samples=2, labels=labels, form="tuple")
+    case = DrawnCase(**PLAIN | dict(config=config, model=model, batch=batch, seed=666))
+    ended = Ended("refused", "step 2", "ValueError: 2 in a row, and optimizer.max_skipped_steps=2", "")
+    assert judge_end(case, [Seen(ended=ended)] * 2, "first").outcome == outcome  # type: ignore[union-attr]
+
+
 def test_ranks_that_end_apart_are_unlike_and_a_late_refusal_is_a_crash() -> None:
     refused = Ended("refused", "step 0", "ValueError: 3 is odd", "")
-    assert judge_end([Seen(ended=refused), Seen(ended=refused)], "first").outcome == "refused"  # type: ignore[union-attr]
-    assert judge_end([Seen(ended=refused), Seen()], "first").outcome == "UNLIKE"  # type: ignore[union-attr]
+    assert (
+        judge_end(DrawnCase(**PLAIN), [Seen(ended=refused), Seen(ended=refused)], "first").outcome
+        == "refused"
+    )  # type: ignore[union-attr]
+    assert judge_end(DrawnCase(**PLAIN), [Seen(ended=refused), Seen()], "first").outcome == "UNLIKE"  # type: ignore[union-attr]
     late = Ended("refused", "step 1", "ValueError: 3 is odd", "")
-    assert judge_end([Seen(ended=late)] * 2, "first").outcome == "CRASH"  # type: ignore[union-attr]
+    assert judge_end(DrawnCase(**PLAIN), [Seen(ended=late)] * 2, "first").outcome == "CRASH"  # type: ignore[union-attr]
     left = Ended("left", "step 1", "CommError: rank 0: all_reduce; timeout 12 s", "")
-    assert judge_end([Seen(ended=left)] * 2, "first").outcome == "HANG"  # type: ignore[union-attr]
-    assert judge_end([Seen(), Seen()], "first") is None
+    assert judge_end(DrawnCase(**PLAIN), [Seen(ended=left)] * 2, "first").outcome == "HANG"  # type: ignore[union-attr]
+    assert judge_end(DrawnCase(**PLAIN), [Seen(), Seen()], "first") is None
     assert unlike([Seen(losses=[1.0]), Seen(losses=[1.0 + 1e-16])], "first") is None
     assert unlike([Seen(losses=[1.0]), Seen(losses=[1.1])], "first") is not None
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.shared.drawn_cases import STEPS, DrawnCase
+from tests.shared.drawn_models import make_batch
 from tests.shared.drawn_runs import Ended, Seen, Truth
 
+IGNORED = -100
 BAD = ("WRONG", "CRASH", "HANG", "UNLIKE")
 LOSS = {"fp64": 1e-9, "fp32": 1e-4}
 GRADIENT = {"fp64": 1e-9, "fp32": 1e-3}
@@ -45,14 +47,14 @@ class Verdict:
 
 def masked(words: str) -> str:
     """Words of a refusal without its numbers, for counting."""
-    head = " ".join(words.split("legal:")[0].split()).rstrip(" ;")
+    head = " ".join(re.split("[Ll]egal:", words)[0].split()).rstrip(" ;")
     return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", head)[:220]
 
 
 # ---- how the ranks ended ----
 
 
-def judge_end(seen: Sequence[Seen], part: str) -> Verdict | None:
+def judge_end(case: DrawnCase, seen: Sequence[Seen], part: str) -> Verdict | None:
     """A verdict if some rank did not come to the end of a part."""
     ends = [each.ended for each in seen]
     stopped = [end for end in ends if end is not None]
@@ -64,7 +66,7 @@ def judge_end(seen: Sequence[Seen], part: str) -> Verdict | None:
     if raised:
         return Verdict("CRASH", f"{part}, {raised[0].phase}: {_line(raised[0])}", detail=detail)
     if len(refused) == len(ends):
-        return _judge_refusal(refused, part, detail)
+        return _judge_refusal(case, refused, part, detail)
     if refused:
         return Verdict("UNLIKE", f"{part}, some ranks alone refuse: {_line(refused[0])}", detail=detail)
     late = (
@@ -75,18 +77,29 @@ def judge_end(seen: Sequence[Seen], part: str) -> Verdict | None:
     )
 
 
-def _judge_refusal(refused: Sequence[Ended], part: str, detail: str) -> Verdict:
+def _judge_refusal(case: DrawnCase, refused: Sequence[Ended], part: str, detail: str) -> Verdict:
     words = {(masked(end.words), end.phase) for end in refused}
     if len(words) > 1:
         return Verdict("UNLIKE", f"{part}, ranks refuse in other words: {sorted(words)}"[:600], detail=detail)
     # An evaluation changes nothing, and may need more than a budget leaves.
-    if refused[0].phase not in ("launch", "initialize", "load", "step 0", "evaluation") and part == "first":
+    early = refused[0].phase in ("launch", "initialize", "load", "step 0", "evaluation")
+    if not early and part == "first" and not _skips_too_many(case, refused[0]):
         return Verdict(
             "CRASH", f"{part}, refused after {refused[0].phase} began: {_line(refused[0])}", detail=detail
         )
     if DISPROVEN in refused[0].words:
         return Verdict("WRONG", f"{part}, {_line(refused[0])}", detail=detail)
     return Verdict("refused", f"{refused[0].words}")
+
+
+def _skips_too_many(case: DrawnCase, end: Ended) -> bool:
+    """Whether a step ended the run as `max_skipped_steps` asks: that many in a row had no label that counts."""
+    limit = case.config.get("optimizer", {}).get("max_skipped_steps")
+    kind, _, number = end.phase.partition(" ")
+    if "optimizer.max_skipped_steps" not in end.words or kind != "step" or int(number) + 1 < limit:
+        return False
+    rows = [make_batch(case, int(number) - n, case.batch["samples"])["labels"] for n in range(limit)]
+    return all(bool((labels == IGNORED).all()) for labels in rows)
 
 
 def _line(end: Ended) -> str:
