@@ -47,7 +47,7 @@ class Verdict:
 
 def masked(words: str) -> str:
     """Words of a refusal without its numbers, for counting."""
-    head = " ".join(words.split("legal:")[0].split()).rstrip(" ;")
+    head = " ".join(re.split("[Ll]egal:", words)[0].split()).rstrip(" ;")
     return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", head)[:220]
 
 
