@@ -136,9 +136,11 @@ def test_a_swap_that_its_proof_disproves_is_wrong() -> None:
     assert judge_end(DrawnCase(**PLAIN), [Seen(ended=refused)] * 2, "first").outcome == "WRONG"  # type: ignore[union-attr]
 
 
-def test_a_sign_that_sixteen_bits_decide_under_lion_is_left_out_and_no_other() -> None:
-    """g0 = 0.5 leaves an average that 0.1 g1 = -0.0045 cancels in one element; the others keep their sign."""
-    config = PLAIN["config"] | dict(precision="bf16", optimizer=dict(type="lion", lr=1e-3))
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_sign_that_sixteen_bits_decide_under_lion_is_left_out_and_no_other(skips: bool) -> None:
+    """g0 = 0.5 leaves an average that 0.1 g1 = -0.0045 cancels in one element; the others keep their sign. A step
+    that is skipped leaves none."""
+    config = PLAIN["config"] | dict(precision="fp16", optimizer=dict(type="lion", lr=1e-3))
     case = DrawnCase(**PLAIN | dict(config=config, resume_world=0, resume={}))
     start, first, second = (
         torch.tensor(row, dtype=torch.float64) for row in ([0.0] * 3, [0.5, 0.5, -1.0], [-0.045, 0.5, -1.0])
@@ -148,13 +150,18 @@ def test_a_sign_that_sixteen_bits_decide_under_lion_is_left_out_and_no_other() -
         [1.0] * 4, [1.0] * 4, [dict(w=g) for g in (first, second, second, second)],
         dict(w=start), dict(w=-2e-3 * signs), dict(w=-3e-3 * signs), (1.0, 1.0),
     )  # fmt: skip
-    for element, said in ((0, ""), (1, "after 3 steps: weights")):
+    words = "after 3 steps: weights"
+    for element, said in ((0, words if skips else ""), (1, words)):
         weights = dict(w=truth.saved["w"].clone())
         weights["w"][element] *= -1
         seen = Seen(
-            losses=[1.0] * 3, norms=[1.0] * 3, skipped=[False] * 3, told="ValueError: 3", weights=weights
+            losses=[1.0] * 3,
+            norms=[1.0] * 3,
+            skipped=[skips, False, False],
+            told="ValueError: 3",
+            weights=weights,
         )
-        assert wrong(case, seen, None, truth, truth)[: len("after 3 steps: weights")] == said
+        assert wrong(case, seen, None, truth, truth)[: len(words)] == said
 
 
 def test_runs_that_rounding_has_parted_are_compared_at_the_weights_of_the_ranks() -> None:

@@ -426,7 +426,9 @@ class PlainLoop:
         positions = torch.arange(1 if inputs.is_floating_point() else inputs.shape[1])
         self.streams.begin(number, sample_numbers(self.case, number, samples), positions)
         if self.case.habits["criterion"] == "model":
-            own: Tensor = self.model(inputs, labels)[1]  # in the model's dtype, as on the ranks
+            own: Tensor = self._own_loss(inputs, labels, batch)  # in the model's dtype, as on the ranks
+            own = sum(self.emitted, own)
+            self.emitted.clear()
             return own
         outputs = (
             self.model(input_ids=inputs, **batch) if self.case.batch["form"] == "dict" else self.model(inputs)
@@ -435,6 +437,13 @@ class PlainLoop:
         loss: Tensor = sum(self.emitted, total / count)
         self.emitted.clear()
         return loss
+
+    def _own_loss(self, inputs: Tensor, labels: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        if self.case.model["kind"] == "written":
+            found: Tensor = self.model(inputs, labels)[1]
+        else:
+            found = self.model(input_ids=inputs, labels=labels, **batch).loss
+        return found
 
     def step(self, number: int, skip: bool) -> tuple[float, float, dict[str, Tensor]]:
         """(loss, norm, gradients); a step without a valid label changes nothing."""

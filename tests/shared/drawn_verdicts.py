@@ -294,14 +294,14 @@ def _narrow_faults(
     if second is not None:
         pairs.append(("after the resume", second.weights, truth.last, plain.last))
     for when, ours_of, true_of, plain_of in pairs:
-        tossed = {name: _tossed_by_lion(case, name, truth) for name in true_of}
+        tossed = {name: _tossed_by_lion(case, name, truth, both.skipped) for name in true_of}
         mine, theirs = _distance(ours_of, true_of, tossed), _distance(plain_of, true_of, tossed)
         moved = _distance(true_of, truth.initial)
         if not mine <= NARROW * theirs + 0.03 * moved + 1e-6:
             yield f"{when}: weights are {mine:.3g} from the truth, plain ones {theirs:.3g}, moved {moved:.3g}"
 
 
-def _tossed_by_lion(case: DrawnCase, name: str, truth: Truth) -> Tensor:
+def _tossed_by_lion(case: DrawnCase, name: str, truth: Truth, skipped: Sequence[bool]) -> Tensor:
     """Elements of which Lion takes a sign that 16 bits decide: in some step the terms of its direction cancel to within
     their rounding. Each such sign moves a weight by twice the learning rate."""
     given = case.config.get("optimizer", {})
@@ -310,7 +310,8 @@ def _tossed_by_lion(case: DrawnCase, name: str, truth: Truth) -> Tensor:
     found = torch.zeros_like(truth.initial[name], dtype=torch.bool)
     for b1, b2 in pairs:
         average, largest = torch.zeros_like(truth.initial[name], dtype=torch.float64), 0.0
-        for gradient in (gradients[name].double() for gradients in truth.gradients if name in gradients):
+        made = [step for step, is_skipped in zip(truth.gradients, skipped, strict=False) if not is_skipped]
+        for gradient in (gradients[name].double() for gradients in made if name in gradients):
             most = float(gradient.abs().max())
             direction, terms = b1 * average + (1 - b1) * gradient, b1 * largest + (1 - b1) * most
             found |= direction.abs() <= ROUNDING[case.dtype] * terms
