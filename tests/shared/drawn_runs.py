@@ -317,6 +317,8 @@ class Truth:
     saved: dict[str, Tensor]
     last: dict[str, Tensor]
     evaluated: tuple[float, float]
+    is_own: bool = False
+    """Whether the step after the save, and evaluations behind it, are at the weights that the ranks had there."""
 
 
 def plain_run(case: DrawnCase, dtype: str, skipped: list[bool]) -> Truth:
@@ -345,8 +347,9 @@ def plain_run(case: DrawnCase, dtype: str, skipped: list[bool]) -> Truth:
 def at_own_weights(case: DrawnCase, truth: Truth, first: Seen, second: Seen | None, dtype: str) -> Truth:
     """`truth` with the step after the save, and evaluations behind it, at the weights that the ranks had there.
 
-    In 16 bits updates that normalise a gradient turn its rounding into steps of full size, so that runs part; what a
-    forward and a backward give at given weights is not touched by that."""
+    Updates that normalise a gradient turn its rounding into steps of full size, so that runs part: in 16 bits, and in
+    any where a gradient is rounding alone. What a forward and a backward give at given weights is not touched by
+    that."""
     losses, norms, gradients = list(truth.losses), list(truth.norms), list(truth.gradients)
     evaluated = list(truth.evaluated)
     if second is not None:
@@ -356,7 +359,12 @@ def at_own_weights(case: DrawnCase, truth: Truth, first: Seen, second: Seen | No
     if case.habits["evaluate_after"] == STEPS:
         evaluated[0] = PlainLoop(case, dtype, first.weights).evaluate(-1)
     return replace(
-        truth, losses=losses, norms=norms, gradients=gradients, evaluated=(evaluated[0], evaluated[1])
+        truth,
+        losses=losses,
+        norms=norms,
+        gradients=gradients,
+        evaluated=(evaluated[0], evaluated[1]),
+        is_own=True,
     )
 
 
