@@ -6,7 +6,7 @@ parameter is marked with the unit that made it.  Where a block begins or ends, o
 else was made of parameters before is *left behind*, and an operation that reads it later is refused: a second tensor
 would have to pass.  What comes from the batch and from buffers alone (masks, positions, rotary tables) carries no mark:
 every stage makes it again.  A model whose copy would be large is run on meta, without values: the verdict does not
-depend on them.  Where its code asks for a value, what is made of ids and sizes alone has values (`ValuesOfIds`).
+depend on them.  Where its code asks for a value, tensors made of ids and sizes alone have values (`ValuesOfIds`).
 """
 
 from __future__ import annotations
