@@ -50,7 +50,7 @@ class PipelineConfig(BaseModel):
         if isinstance(self.partition, tuple) and len(self.partition) != self.stages:
             raise ValueError(
                 f"partition: {len(self.partition)} counts for {self.stages} stages "
-                f"(size {self.size} x chunks {self.stages_per_rank}); give one count for each stage"
+                f"(size {self.size} x stages_per_rank {self.stages_per_rank}); give one count for each stage"
             )
         return self
 

@@ -52,7 +52,13 @@ class _Seen:
 
     shape: tuple[int, ...]
     first: Tensor
-    mark: Tensor
+    mark: Tensor | int
+
+    @classmethod
+    def of(cls, name: str, x: Tensor, salt: str) -> _Seen:
+        """On the host the mark is a number: a tensor there would count as memory of the step."""
+        mark = fingerprint({name: x}, salt)
+        return cls(tuple(x.shape), x.reshape(-1)[:SHOWN], int(mark) if x.device.type == "cpu" else mark)
 
     def plain(self) -> dict[str, Any]:
         return dict(shape=[*self.shape], first=self.first.tolist(), mark=int(self.mark))
@@ -96,11 +102,7 @@ class RankComparison:
             return
         salt = f"{self.mesh.coord('data')}/{len(self._batches)}"
         self._batches.append(
-            {
-                name: _Seen(tuple(x.shape), x.reshape(-1)[:SHOWN], fingerprint({name: x}, salt))
-                for name, x in tensors.items()
-                if isinstance(x, Tensor)
-            }
+            {name: _Seen.of(name, x, salt) for name, x in tensors.items() if isinstance(x, Tensor)}
         )
 
     @contextmanager
@@ -154,8 +156,8 @@ class RankComparison:
         """This rank's term, [1] in float64, of a sum over the world that is zero if all values are equal."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         marks = [seen.mark for batch in self._batches for seen in batch.values()]
-        if marks:  # one on the host is a number here, and no copy
-            total += torch.stack(marks).sum() * self._factor(*REPLICA)
+        if marks:
+            total += sum(marks) * self._factor(*REPLICA)
         if self._changed:
             total += 1 if self.cuts else self._buffer_mark() * self._factor(*STAGE)
         return total

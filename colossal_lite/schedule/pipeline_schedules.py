@@ -191,7 +191,7 @@ def auto(
     schedules.
 
     costs: by stage, uniform by default; cap: most activations (of one stage and micro-batch) that a rank may
-    hold, by default ranks x chunks, as 1f1b does; placement: rank of each stage, a loop or folded, by default
+    hold, by default ranks x stages_per_rank, as 1f1b does; placement: rank of each stage, a loop or folded, by default
     whichever is faster. Raises ValueError with the least cap that some schedule meets.
     """
     costs = costs or StageCosts.uniform(ranks * stages_per_rank)

@@ -193,8 +193,8 @@ def check_cuts(module: nn.Module, *, tokens: str | None, features: str | None) -
         if cut is not None:
             legal = "'element'" if features else "'element', 'token'"
             raise ValueError(
-                f"auxiliary loss {name}: per={each.per!r} is a function of what {cut} cuts, and a sum over parts of it "
-                f"would be another; legal: per={legal}, or without {cut}"
+                f"auxiliary loss {name}: per={each.per!r} is a function of what {cut} cuts. The sum of its parts would "
+                f"be another; legal: per={legal}, or without {cut}"
             )
 
 

@@ -134,7 +134,7 @@ def test_what_a_layer_carries_trains_as_in_one_process(name: str, mode: str) -> 
 # ---- refused: in one process ----
 
 ANY = ("1d", "1d, whole", "2d", "3d")
-CUT = r"legal: roles that fit .* or tensor=1"
+CUT = r"Legal: roles that fit .* or tensor=1"
 NO_LINEAR = r"its forward is not that of nn\.Linear"
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "subclass of Linear": (ANY, rf"blocks\.1\.up \(ScaledLinear\): {NO_LINEAR}"),
@@ -151,8 +151,8 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "scale_grad_by_freq": (ANY, r"words \(Embedding\): scale_grad_by_freq=True, which no layer"),
     "sparse": (ANY, r"words \(Embedding\): sparse=True, which no layer"),
     "embedding across tokens": (("1d", "2d"), rf"is not that of one process.*{CUT}"),
-    "replicated, across tokens": (("1d",), r"with parallel\.tensor\.sequence_parallel=False they agree"),
-    "pairs of tokens": (("1d",), r"with parallel\.tensor\.sequence_parallel=False they agree"),
+    "replicated, across tokens": (("1d",), r"With parallel\.tensor\.sequence_parallel=False they agree"),
+    "pairs of tokens": (("1d",), r"With parallel\.tensor\.sequence_parallel=False they agree"),
 }
 
 
