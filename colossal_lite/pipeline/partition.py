@@ -175,13 +175,11 @@ def partition(
     cap_bytes: float = inf,
     makespan: Callable[[StageCosts], float] | None = None,
 ) -> Partition:
-    """Cuts units into stages: the slowest stage as fast as can be, equal counts, or the counts that are
-    given.
+    """Cuts units into stages: the slowest stage as fast as can be, equal counts, or the counts that are given.
 
     - live: micro-batches that each stage holds (`held`), one by default
     - placement: rank of each stage, each its own by default
-    - cap_bytes: memory of a rank. With several stages on a rank each may first use the full cap. If their sum is then
-      too much, the cap is shared equally
+    - cap_bytes: memory of a rank. Each of its stages may first use all of it. If the sum is too much, it is shared equally
     - makespan: seconds of a step with such costs, by which cuts are compared where ranks have several stages
 
     Raises ValueError for fewer units than stages, and for counts that do not cover the units exactly. It also raises if
