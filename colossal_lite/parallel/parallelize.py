@@ -27,7 +27,7 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Ops
 from colossal_lite.models import GPT
 from colossal_lite.numerics.random import DropoutStreams
-from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan
+from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan, roles_by_shape
 from colossal_lite.parallel.dropout_rows import (
     CutLinear,
     adapters_of,
@@ -226,7 +226,7 @@ def _check_sequence(
                 f"legal: one of the two, models.GPT, or Hugging Face's GPT-2 and Llama without dropout of attention"
             )
     known = known_plan(*_names(module))
-    roles = assign_roles(known[1], *_names(module)) if known else {}
+    roles = assign_roles(known[1], *_names(module)) if known else roles_by_shape(module)
     check_sequence(module, mesh, mode, roles, criterion)
 
 

@@ -155,7 +155,7 @@ def check_sequence(
 ) -> None:
     """Raises ValueError for a model that is another where a rank sees a part of each sequence; the same on every rank.
 
-    `roles`: of tables and linears, where they are known; without them the copy has all rows. Nothing is communicated.
+    `roles`: of tables and linears, for a small copy; if it does not run, it gets all rows. Nothing is communicated.
     """
     if mesh.is_recording or is_our_own(model, {}):
         return
@@ -173,7 +173,10 @@ def check_sequence(
         return small, prove(small.model, batch, across, layout, criterion)
 
     try:
-        small, found = on_a_copy(model, roles, tried)
+        try:
+            small, found = on_a_copy(model, roles, tried)
+        except NoCopyError:
+            small, found = on_a_copy(model, {}, tried)
     except NoCopyError as error:
         if sees_whole_sequences(model):
             raise ValueError(
@@ -182,7 +185,7 @@ def check_sequence(
             ) from error
         return _without_proof(model, mesh, {}, error)
     if found is not None:
-        where = f" at {_named(small, found.where)}" if found.where else ""
+        where = f" at {_named(replace(small, roles={}), found.where)}" if found.where else ""
         raise ValueError(
             f"sequence: a small copy of the model on {layout.world_size} emulated ranks (mode {mode!r}) is not that of "
             f"one process. Found: {found.what}{where}. But a module sees a rank's tokens; legal: "

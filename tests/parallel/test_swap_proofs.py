@@ -366,6 +366,7 @@ def test_a_width_of_heads_that_a_module_states_makes_the_copy_narrow(monkeypatch
     monkeypatch.setattr(plan_proof, "LIMIT_BYTES", plan_proof.QUICK_BYTES)  # no copy is as wide as the model
     model = nn.Sequential(nn.Embedding(600, 512), *(LocalHeads() for _ in range(3)), nn.Linear(512, 600))
     assert auto_plan(model, 2).plan["*.wo"] == "rowwise"
+    on_sequence(model, "ring")
 
 
 class Counted(nn.Linear):
