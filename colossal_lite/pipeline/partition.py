@@ -179,7 +179,7 @@ def partition(
 
     - live: micro-batches that each stage holds (`held`), one by default
     - placement: rank of each stage, each its own by default
-    - cap_bytes: memory of a rank. Each of its stages may first use all of it. If the sum is too much, it is shared equally
+    - cap_bytes: memory of a rank. Each of its stages may first use it all. If the sum is too much, they share equally
     - makespan: seconds of a step with such costs, by which cuts are compared where ranks have several stages
 
     Raises ValueError for fewer units than stages, and for counts that do not cover the units exactly. It also raises if
