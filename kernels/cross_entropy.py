@@ -90,7 +90,7 @@ class _CrossEntropy(torch.autograd.Function):
         label = torch.where(valid, labels, 0)[:, None]
         weight = (d_total * valid)[:, None]
         dz = torch.empty_like(logits)
-        at_label = torch.tensor(-(1.0 - smoothing), dtype=_acc(logits), device=logits.device)
+        at_label = torch.full((), -(1.0 - smoothing), dtype=_acc(logits), device=logits.device)
         for rows in _blocks(logits):
             z = logits[rows].to(at_label.dtype)
             p = torch.softmax(z, dim=1)

@@ -19,15 +19,30 @@ from torch.autograd.function import once_differentiable
 
 from .launch import DENSE, WHOLE, Takes, TritonOp, architecture, jit, launch, power_of_2, tile, tl
 
+_KEPT = "_rotary_table"
+"""Where a tensor of positions has the last table made of it, with what that depends on."""
+
 
 def rotary(x_BTHK: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     """x [B, T, H, K] turned by integer positions [T] or [B, T]; q and k may be side by side in H."""
     _check(x_BTHK, positions)
     half = x_BTHK.shape[-1] // 2
     acc = torch.promote_types(x_BTHK.dtype, torch.float32)
-    cos, sin = (t.to(x_BTHK.dtype) for t in _table(positions, half, base, acc))
+    cos, sin = (t.to(x_BTHK.dtype) for t in _kept_table(positions, half, base, acc))
     low, high = x_BTHK[..., :half], x_BTHK[..., half:]
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def _kept_table(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`_table`, made once for the same positions: all layers of a forward are given one tensor."""
+    if torch.compiler.is_compiling() or positions.is_inference():
+        return _table(positions, half, base, dtype)
+    key = (half, base, dtype, positions._version)
+    kept = getattr(positions, _KEPT, None)
+    if kept is None or kept[0] != key:
+        kept = key, _table(positions, half, base, dtype)
+        setattr(positions, _KEPT, kept)
+    return kept[1]
 
 
 def _table(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -89,7 +104,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, positions: Tensor, base: float) -> Tensor:
-        cos, sin = _table(positions, x.shape[-1] // 2, base, torch.float32)
+        cos, sin = _kept_table(positions, x.shape[-1] // 2, base, torch.float32)
         ctx.save_for_backward(cos, sin)
         return _turn(x, cos, sin, 1.0)
 

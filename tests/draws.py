@@ -31,7 +31,16 @@ import torch
 
 from tests.shared.drawn_cases import DrawnCase, case_of, draw
 from tests.shared.drawn_runs import Seen, at_own_weights, first_part, plain_run, second_part
-from tests.shared.drawn_verdicts import BAD, Verdict, different_bits, judge_end, masked, unlike, wrong
+from tests.shared.drawn_verdicts import (
+    BAD,
+    Verdict,
+    different_bits,
+    follows_rounding,
+    judge_end,
+    masked,
+    unlike,
+    wrong,
+)
 from tests.shared.pool import WorldError, pool, run_world
 
 LIMIT_S = 60.0
@@ -57,6 +66,7 @@ def outcome_of(case: DrawnCase, fault: str | None = None) -> Verdict:
     truth, plain = plain_run(case, "fp64", skipped), None
     if case.dtype in NARROW:
         plain = at_own_weights(case, plain_run(case, case.dtype, skipped), first[0], ends, case.dtype)
+    if case.dtype in NARROW or follows_rounding(case, truth):
         truth = at_own_weights(case, truth, first[0], ends, "fp64")
     why = wrong(case, first[0], ends, truth, plain) or _unlike_whole_masters(case, first[0], fault)
     if why:
@@ -90,7 +100,7 @@ def _part(
         told = died or [failure for failure in error.failures if failure.kind != "done"]
         why = f"{name}: rank {told[0].rank} {told[0].kind}: {told[0].summary}"
         return Verdict("CRASH" if died else "HANG", " ".join(why.split())[:300], detail=str(error))
-    return judge_end(seen, name) or unlike(seen, name) or seen
+    return judge_end(case, seen, name) or unlike(seen, name) or seen
 
 
 # ---- the command ----

@@ -406,16 +406,17 @@ MEANINGS: tuple[tuple[str, Meaning], ...] = (
     ("timeout_s", "harmless"),
     ("optimizer.type", "impossible"),
 )
+CHANGED: Mapping[Meaning, str] = {
+    "harmless": "the same numbers, up to the order of sums",
+    "numeric": "later steps differ from those of a run without the change",
+    "impossible": "the saved state does not fit",
+}
 ABSENT = "absent"
 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that differs between a checkpoint and the run that loads it.
-
-    harmless: the same numbers up to the order of sums.  numeric: later steps differ from those of an uninterrupted
-    run.  impossible: the state does not fit.
-    """
+    """One setting that differs between a checkpoint and the run that loads it."""
 
     path: str
     saved: Any
@@ -423,7 +424,7 @@ class Change:
     meaning: Meaning
 
     def __str__(self) -> str:
-        return f"{self.meaning}: {escaped(self.path)} was {self.saved!r}, is {self.now!r}"
+        return f"{escaped(self.path)} was {self.saved!r}, is {self.now!r}: {CHANGED[self.meaning]}"
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:

@@ -50,7 +50,7 @@ class PipelineConfig(BaseModel):
         if isinstance(self.partition, tuple) and len(self.partition) != self.stages:
             raise ValueError(
                 f"partition: {len(self.partition)} counts for {self.stages} stages "
-                f"(size {self.size} x chunks {self.stages_per_rank}); give one count for each stage"
+                f"(size {self.size} x stages_per_rank {self.stages_per_rank}); give one count for each stage"
             )
         return self
 
@@ -76,7 +76,7 @@ class PipelineConfig(BaseModel):
         if samples == 0:
             raise ValueError(
                 f"micro_batches={self.micro_batches}: a part of the batch has no samples on a data rank, and each "
-                f"micro-batch needs one; use at least {self.micro_batches} samples for each data rank and accumulated "
+                f"micro-batch needs one. Use at least {self.micro_batches} samples for each data rank and accumulated "
                 f"part, or micro_batches=None, which skips empty parts"
             )
         if samples < self.micro_batches:

@@ -168,10 +168,10 @@ def model_problems(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[Prob
         return
     stages, chunks = parallel.pipeline.stages, parallel.pipeline.stages_per_rank
     if facts.layers < stages:
-        product = f"size {parallel.pipeline.size} x chunks {chunks}"
+        product = f"size {parallel.pipeline.size} x stages_per_rank {chunks}"
         rule = f"{facts.layers} layers are fewer than {stages} stages ({product})"
         most = facts.layers // chunks
-        legal = f"1 to {most}" if most else f"at most {facts.layers} chunks"
+        legal = f"1 to {most}" if most else f"any beside stages_per_rank of at most {facts.layers}"
         yield Problem("parallel.pipeline.size", parallel.pipeline.size, rule, legal)
     tensor, sequence = parallel.tensor, parallel.sequence
     if rules := list(tensor_rules(tensor, sequence, facts)):

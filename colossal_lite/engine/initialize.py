@@ -134,7 +134,7 @@ def _initialize(
     if isinstance(criterion, str) and criterion != "model":
         raise ValueError(f"criterion={criterion!r}; legal: a callable, 'model' or None")
     loss = _own_loss(module, context) if isinstance(criterion, str) else criterion
-    _check_recomputed_sequences(module, context)
+    _check_whole_sequences(module, context)
     streams = DropoutStreams(config.seed)
     forecast_batch = _forecast_batch(model, context, plan)
     originals = dict(module.named_parameters())
@@ -215,16 +215,24 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
     return facts
 
 
-def _check_recomputed_sequences(module: nn.Module, context: Context) -> None:
-    """Raises ValueError where a recomputation would not see whole sequences: gathers of ZeRO-3 run it themselves."""
+def _check_whole_sequences(module: nn.Module, context: Context) -> None:
+    """Raises ValueError where code that is shown whole sequences would see a part: between stages of one rank, and in a
+    recomputation that the gathers of ZeRO-3 run themselves."""
     config, size = context.config, context.mesh.size("sequence")
-    if size == 1 or config.zero.stage < 3 or config.activation_checkpoint == "none":
+    if size == 1 or not sees_whole_sequences(module):
         return
-    if sees_whole_sequences(module):
+    kind, pipeline = type(module).__name__, config.parallel.pipeline
+    legal = "models.GPT, or Hugging Face's GPT-2 and Llama without dropout of attention"
+    if pipeline.is_staged and pipeline.size == 1:
+        raise ValueError(
+            f"parallel.pipeline.stages_per_rank={pipeline.stages_per_rank} with parallel.sequence={size}: the code of "
+            f"{kind} is shown whole sequences (docs/sequences.md), which is not built beside it. Legal: one of the "
+            f"two, {legal}"
+        )
+    if config.zero.stage == 3 and config.activation_checkpoint != "none":
         raise ValueError(
             f"activation_checkpoint={config.activation_checkpoint!r} with zero.stage=3 and parallel.sequence={size}: "
-            f"the code of {type(module).__name__} would be run again on a part of a sequence; legal: one of the three "
-            f"less, models.GPT, or Hugging Face's GPT-2 and Llama without dropout of attention"
+            f"the code of {kind} would be run again on a part of a sequence. Legal: one of the three less, {legal}"
         )
 
 

@@ -52,7 +52,13 @@ class _Seen:
 
     shape: tuple[int, ...]
     first: Tensor
-    mark: Tensor
+    mark: Tensor | int
+
+    @classmethod
+    def of(cls, name: str, x: Tensor, salt: str) -> _Seen:
+        """On the host the mark is a number: a tensor there would count as memory of the step."""
+        mark = fingerprint({name: x}, salt)
+        return cls(tuple(x.shape), x.reshape(-1)[:SHOWN], int(mark) if x.device.type == "cpu" else mark)
 
     def plain(self) -> dict[str, Any]:
         return dict(shape=[*self.shape], first=self.first.tolist(), mark=int(self.mark))
@@ -96,11 +102,7 @@ class RankComparison:
             return
         salt = f"{self.mesh.coord('data')}/{len(self._batches)}"
         self._batches.append(
-            {
-                name: _Seen(tuple(x.shape), x.reshape(-1)[:SHOWN], fingerprint({name: x}, salt))
-                for name, x in tensors.items()
-                if isinstance(x, Tensor)
-            }
+            {name: _Seen.of(name, x, salt) for name, x in tensors.items() if isinstance(x, Tensor)}
         )
 
     @contextmanager
@@ -154,8 +156,8 @@ class RankComparison:
         """This rank's term, [1] in float64, of a sum over the world that is zero if all values are equal."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         marks = [seen.mark for batch in self._batches for seen in batch.values()]
-        if marks:  # one on the host is a number here, and no copy
-            total += torch.stack(marks).sum() * self._factor(*REPLICA)
+        if marks:
+            total += sum(marks) * self._factor(*REPLICA)
         if self._changed:
             total += 1 if self.cuts else self._buffer_mark() * self._factor(*STAGE)
         return total
@@ -196,7 +198,7 @@ def _batch_fault(told: Sequence[Mapping[str, Any]]) -> str:
                 name = next(name for name in one if one[name] != other.get(name))
                 return (
                     f"batch: ranks {first} and {rank} train one replica on different samples: {name} is "
-                    f"{_shown(one[name])} on rank {first} and {_shown(other.get(name))} on rank {rank}; nothing was "
+                    f"{_shown(one[name])} on rank {first} and {_shown(other.get(name))} on rank {rank}. Nothing was "
                     f"updated; legal: the same batch on all ranks of a data coordinate. Take it from "
                     f"context.dataloader, or from a sampler with one seed, cut by context.mesh.coord('data') of "
                     f"context.mesh.size('data')"
@@ -218,13 +220,13 @@ def _buffer_fault(told: Sequence[Mapping[str, Any]], cuts: Sequence[str]) -> str
             if cuts:
                 return (
                     f"model: its forward changes the buffer {name}, and {' and '.join(cuts)} would change it more "
-                    f"often than one run of the whole batch; nothing was updated; legal: without these settings, or a "
+                    f"often than one run of the whole batch. Nothing was updated; legal: without these settings, or a "
                     f"model that changes no buffer"
                 )
             if row["buffers"].get(name) != told[first]["buffers"].get(name):
                 return (
                     f"model: its forward changes the buffer {name}, which is another on rank {rank} than on rank "
-                    f"{first}, as each rank has a part of the batch; nothing was updated; legal: a model whose buffers "
+                    f"{first}, as each rank has a part of the batch. Nothing was updated; legal: a model whose buffers "
                     f"do not depend on the batch, or one rank"
                 )
     return ""

@@ -118,8 +118,10 @@ class Run:
         self._extra["data"] = {"samples": found, "global_batch": self._loader.settings.global_batch}
         self._log.total_steps = steps
         self._tell_settings(steps)
-        config = {row.path: row.value for row in self.engine.config.resolved()}
-        self._log.describe({**self._extra, "steps": steps, "config": config})
+        rows = self.engine.config.resolved()
+        config = {row.path: row.value for row in rows}
+        changed = [row.path for row in rows if row.origin != "default"]
+        self._log.describe({**self._extra, "steps": steps, "config": config, "changed": changed})
         return self._batches(self._loader, steps)
 
     def _batches(self, loader: Loader, steps: int) -> Iterator[Any]:

@@ -23,7 +23,7 @@ def leave_measurements(engine: Engine, folder: Path | None) -> None:
     schedule, memory, context = engine.schedule_report(), engine.memory_report(), engine.context
     metered = any(row.kind == "activations" for row in memory)
     measured = {
-        "where": f"{context.mesh.layout.describe()} on {context.device}; {context.launched}",
+        "where": f"{context.mesh.layout.describe()} on {context.device.type}",
         "memory": _plain(memory),
         "timeline": json.loads(engine.memory_timeline().json()) if metered else None,
         "links": _plain(engine.link_report()),

@@ -115,7 +115,7 @@ class UserLoop:
         """Start the remaining reductions, before the ranks agree. Raises ValueError without a `backward`."""
         if self._step.by_count is None:
             raise ValueError("step: there are no gradients; call forward_backward, or backward, first")
-        if self._updates.within_backward and not self._updates.under_way:
+        if self._updates.within_backward and self._step.calls < self._config.gradient_accumulation:
             raise ValueError(
                 f"step: after {self._step.calls} calls of backward, of which optimizer.update_when='backward' needs as "
                 f"many as gradient_accumulation={self._config.gradient_accumulation} says; the last one updates"
@@ -158,6 +158,6 @@ def _refuse_further_backward(config: Config) -> None:
     if config.optimizer.update_when == "backward":
         raise ValueError(
             f"backward: a further call before step, and optimizer.update_when='backward' has updated the weights in "
-            f"the one before; legal: 'step', or gradient_accumulation, now {config.gradient_accumulation}, as large as "
+            f"the one before. Legal: 'step', or gradient_accumulation, now {config.gradient_accumulation}, as large as "
             f"the calls of a step"
         )

@@ -29,8 +29,9 @@ def blocks_of(entry: Entry) -> int:
 def squares_of(gradient: Tensor, spans: Sequence[slice], device: torch.device) -> Tensor:
     """Sum of squares of these spans of a flat gradient, 0-d float64, on the device."""
     found = [_block_norms(to_device(gradient[span], device)).double().square().sum() for span in spans]
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(found).sum() if found else zero
+    if len(found) == 1:  # nearly always, and a launch less on a GPU
+        return found[0]
+    return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def block_squares_of(
@@ -67,7 +68,7 @@ def _block_norms(flat: Tensor) -> Tensor:
     norms = [_norms(part.view(-1, SHARD_BLOCK_NUMEL)) for part in flat[:whole].split(step)] if whole else []
     if whole < flat.numel():
         norms.append(_norms(flat[whole:].view(1, -1)))
-    return torch.cat(norms)
+    return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
 def _norms(rows: Tensor) -> Tensor:

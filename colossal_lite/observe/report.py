@@ -47,7 +47,7 @@ th{color:var(--soft)}td.n,th.n{text-align:right;white-space:nowrap}
 .bars i{display:block;height:.8em;min-width:1px;background:var(--bar)}
 .config{columns:2 560px;column-gap:36px;overflow-wrap:anywhere;font:13px/1.6 ui-monospace,Menlo,Consolas,monospace}
 .config div{display:flex;gap:8px;justify-content:space-between;border-bottom:1px solid var(--rule);break-inside:avoid}
-.config b{font-weight:normal;color:var(--soft)}.config span{text-align:right}
+.config b{font-weight:normal;color:var(--soft);overflow-wrap:normal}.config span{text-align:right}
 """
 
 
@@ -106,6 +106,7 @@ def report(folder: Path) -> str:
     cards = [
         _section("Loss", _loss_chart(steps, held_out)),
         _section("Tokens per second", _rate_chart(timing)),
+        _section("Learning rate", _chart("learning rate", {"lr": _points(steps, "lr")}, low=0.0)),
         _section("Where time went", _time_bars(files, measured)),
     ]
     sections = [
@@ -303,12 +304,18 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _settings(run: Mapping[str, Any]) -> str:
-    """Every resolved setting, and the caller's own facts."""
+    """The caller's own facts and the settings that are no defaults; those that are, folded."""
     config = run.get("config", {})
-    facts = {name: value for name, value in run.items() if name != "config" and value not in ({}, None)}
-    words = {
-        name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in (*facts.items(), *config.items())
-    }
+    changed = run.get("changed", list(config))
+    own = {name: run[name] for name in ("facts", "data", "steps") if run.get(name)}
+    if not config and not own:
+        return "<p>run.json was not left</p>"
+    defaults = {name: value for name, value in config.items() if name not in changed}
+    folded = f"<details><summary>{len(defaults)} defaults</summary>{_pairs(defaults)}</details>"
+    return _pairs(own | {name: config[name] for name in changed}) + (folded if defaults else "")
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    words = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     rows = (f"<div><b>{escape(name)}</b><span>{escape(value)}</span></div>" for name, value in words.items())
-    return f'<div class="config">{"".join(rows)}</div>' if config or facts else "<p>run.json was not left</p>"
+    return f'<div class="config">{"".join(rows)}</div>'

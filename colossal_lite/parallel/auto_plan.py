@@ -85,7 +85,7 @@ class _Found:
 
 def auto_plan(model: nn.Module, parts: int) -> AutoPlan:
     """The roles of a model whose layers are cut into `parts`. Raises NoCopyError for one that does not run on words."""
-    return on_a_copy(model, _by_shape(model), lambda small, _: _read(model, small, parts))
+    return on_a_copy(model, roles_by_shape(model), lambda small, _: _read(model, small, parts))
 
 
 def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
@@ -128,7 +128,7 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
 # ---- the run ----
 
 
-def _by_shape(model: nn.Module) -> dict[str, Role]:
+def roles_by_shape(model: nn.Module) -> dict[str, Role]:
     """Tables and heads, as far as shapes tell: the copy keeps few rows of them."""
     found, sizes = {}, set()
     for name, module in model.named_modules():

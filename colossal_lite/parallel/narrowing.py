@@ -105,9 +105,11 @@ def _widths(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[int]:
 
 
 def _head_widths(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[int]:
+    """As modules state them, whatever their role is; where an attention states none, from its number of heads."""
     width = next((w for n, r in roles.items() if r.name == "embedding" for w in _widths(model, {n: r})), 0)
-    for name, role in roles.items():
-        if role.name == "attention":
-            module = model.get_submodule(name)
-            found = next((v for a in HEAD_WIDTHS if isinstance(v := getattr(module, a, None), int)), None)
-            yield found or math.gcd(width, width // heads_of(module, name).query)
+    for name, module in model.named_modules():
+        found = next((v for a in HEAD_WIDTHS if isinstance(v := getattr(module, a, None), int)), None)
+        if found:
+            yield found
+        elif name in roles and roles[name].name == "attention":
+            yield math.gcd(width, width // heads_of(module, name).query)

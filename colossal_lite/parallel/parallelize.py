@@ -27,7 +27,7 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Ops
 from colossal_lite.models import GPT
 from colossal_lite.numerics.random import DropoutStreams
-from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan
+from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan, roles_by_shape
 from colossal_lite.parallel.dropout_rows import (
     CutLinear,
     adapters_of,
@@ -102,8 +102,8 @@ def parallelize(
     `streams` gives dropout masks that do not depend on the mesh; without it dropout is torch's own.  `criterion`: the
     model's own code reads its logits, which are whole then.  `compiled`: torch.compile works here, and ops that gain
     from it may be its work.
-    Raises ValueError before anything is changed: for a plan that leaves a parameter out, for sizes that the axis does
-    not divide; for a sequence axis under a model of unknown attention.
+    Raises ValueError before anything is changed: for a plan that leaves a parameter out, and for sizes that the axis
+    does not divide. It also raises for a sequence axis under a model of unknown attention.
     """
     _check_sequence(module, mesh, sequence_mode, criterion, compiled)
     auxiliary, emitting, facts = AuxiliaryLosses(), modules_of(module), facts_of(module)
@@ -222,11 +222,11 @@ def _check_sequence(
         if settings := settings + ["compile='block'"] * compiled:
             raise ValueError(
                 f"{' and '.join(settings)} with parallel.sequence={mesh.size('sequence')}: the code of "
-                f"{type(module).__name__} is shown whole sequences (docs/sequences.md), which is not built beside it; "
-                f"legal: one of the two, models.GPT, or Hugging Face's GPT-2 and Llama without dropout of attention"
+                f"{type(module).__name__} is shown whole sequences (docs/sequences.md), which is not built beside it. "
+                f"Legal: one of the two, models.GPT, or Hugging Face's GPT-2 and Llama without dropout of attention"
             )
     known = known_plan(*_names(module))
-    roles = assign_roles(known[1], *_names(module)) if known else {}
+    roles = assign_roles(known[1], *_names(module)) if known else roles_by_shape(module)
     check_sequence(module, mesh, mode, roles, criterion)
 
 

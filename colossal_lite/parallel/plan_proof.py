@@ -91,7 +91,7 @@ class _Trial:
     def _words(self, names: Sequence[str], form: str, *, needs_whole: bool) -> str:
         setting = "parallel.tensor.sequence_parallel=False" if needs_whole else ""
         if not names:
-            return f"with {setting} they agree"
+            return f"With {setting} they agree"
         found = self.small.roles[names[0]]
         role = _text(Role("colwise", form)) + (f" and {setting}" if setting else "")
         kind = type(self.small.model.get_submodule(names[0])).__name__
@@ -135,9 +135,9 @@ def check_plan(
         return form
     text = (
         f"plan: with these roles a small copy of the model on {trial.layout.world_size} emulated ranks of tensor "
-        f"mode {trial.mode} is not that of one process: {found[-1].what}"
+        f"mode {trial.mode} is not that of one process. Found: {found[-1].what}"
     )
-    raise ValueError(f"{text}; {trial.fitting(forms) or _place(trial.small, found[-1])}")
+    raise ValueError(f"{text}. {trial.fitting(forms) or _place(trial.small, found[-1])}")
 
 
 def legal_forms(
@@ -155,7 +155,7 @@ def check_sequence(
 ) -> None:
     """Raises ValueError for a model that is another where a rank sees a part of each sequence; the same on every rank.
 
-    `roles`: of tables and linears, where they are known; without them the copy has all rows. Nothing is communicated.
+    `roles`: of tables and linears, for a small copy; if it does not run, it gets all rows. Nothing is communicated.
     """
     if mesh.is_recording or is_our_own(model, {}):
         return
@@ -173,7 +173,10 @@ def check_sequence(
         return small, prove(small.model, batch, across, layout, criterion)
 
     try:
-        small, found = on_a_copy(model, roles, tried)
+        try:
+            small, found = on_a_copy(model, roles, tried)
+        except NoCopyError:
+            small, found = on_a_copy(model, {}, tried)
     except NoCopyError as error:
         if sees_whole_sequences(model):
             raise ValueError(
@@ -182,10 +185,10 @@ def check_sequence(
             ) from error
         return _without_proof(model, mesh, {}, error)
     if found is not None:
-        where = f" at {_named(small, found.where)}" if found.where else ""
+        where = f" at {_named(replace(small, roles={}), found.where)}" if found.where else ""
         raise ValueError(
             f"sequence: a small copy of the model on {layout.world_size} emulated ranks (mode {mode!r}) is not that of "
-            f"one process: {found.what}{where}; a module sees a rank's tokens; legal: "
+            f"one process. Found: {found.what}{where}. But a module sees a rank's tokens; legal: "
             f"F.scaled_dot_product_attention, or products of queries and keys, beside modules that act on each token "
             f"alone; or sequence=1"
         )
@@ -295,9 +298,9 @@ def emulated_layouts(mesh: Mesh) -> Iterator[MeshLayout]:
 
 def _place(small: SmallCopy, found: Difference) -> str:
     """Where a copy differs, and the legal roles there."""
-    where = f"at {_named(small, found.where)}: " if found.where else ""
+    where = f" (at {_named(small, found.where)})" if found.where else ""
     return (
-        f"{where}activations are cut within the model, and a module sees a rank's tokens, heads or features; legal: "
+        f"Activations are cut within the model, and a module sees a rank's tokens, heads or features{where}. Legal: "
         f"roles that fit ({', '.join(f'colwise:{form}' for form in DETAILS['colwise'])} for fused linears), code that "
         f"takes sizes from its input, or tensor=1"
     )

@@ -98,6 +98,8 @@ def small_copy(
         if buffer.is_meta:
             raise NoCopyError("it has buffers on meta")
         memo[id(buffer)] = _copied(buffer if narrow is None else narrow.first_entries(buffer))
+    for name in dropped:  # they are left out below
+        memo[id(model.get_submodule(name.removesuffix(".")))] = nn.Module()
     try:
         made = deep_copy(model, memo)
     except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:

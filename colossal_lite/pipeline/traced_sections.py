@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_map
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.parallel.loss import logits_of
-from colossal_lite.parallel.small_copy import Wide, few_ids
 from colossal_lite.pipeline.unit_trace import (
     Passage,
     Place,
+    TracedCopy,
     UnitModules,
     UnitsError,
     UnitTrace,
@@ -104,25 +104,24 @@ def traced(model: nn.Module) -> TracedSections:
     return sections
 
 
-def _prove(proven: nn.Module, sections: TracedSections) -> None:
+def _prove(copy: TracedCopy, sections: TracedSections) -> None:
     """Run the units of a copy one by one, and raise UnitsError where they are not the model."""
-    has_values = not any(p.is_meta for p in proven.parameters())
-    ids = few_ids(proven)
-    labels = torch.zeros_like(ids)
-    batch = Batch((ids,), {}, labels=labels, samples=torch.arange(len(ids), device=ids.device))
+    proven = copy.model
     alone = sections.on(proven)
     what = f"parallel.pipeline: {type(proven).__name__}"
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), ids.device, Wide():
+    with copy.running() as ids, torch.enable_grad():
+        labels = torch.zeros_like(ids)
+        batch = Batch((ids,), {}, labels=labels, samples=torch.arange(len(ids)))
         whole = _gradients(proven, labels, proven(ids))
         try:
             found = _gradients(proven, labels, *_chain(alone, batch))
         except Exception as error:  # of the model's own code, beside stand-ins
             raise UnitsError(
-                f"{what} does not run in parts: {type(error).__name__}: {error}; legal: code around the blocks that "
+                f"{what} does not run in parts: {type(error).__name__}: {error}. Legal: code around the blocks that "
                 f"reads of blocks and tables nothing but what they give; a method pipeline_sections() "
                 f"(docs/pipeline.md); or pipeline=1"
             ) from error
-    for name, expected in whole.items() if has_values else ():
+    for name, expected in whole.items() if copy.has_values else ():
         if not float((found[name] - expected).norm()) <= TOLERANCE * (float(expected.norm()) + 1e-6):
             raise UnitsError(
                 f"{what}: run in parts, the gradient of {name} is another; legal: a method pipeline_sections() "

@@ -6,14 +6,14 @@ parameter is marked with the unit that made it.  Where a block begins or ends, o
 else was made of parameters before is *left behind*, and an operation that reads it later is refused: a second tensor
 would have to pass.  What comes from the batch and from buffers alone (masks, positions, rotary tables) carries no mark:
 every stage makes it again.  A model whose copy would be large is run on meta, without values: the verdict does not
-depend on them.
+depend on them.  Where its code asks for a value, tensors made of ids and sizes alone have values (`ValuesOfIds`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
@@ -84,7 +85,49 @@ class UnitTrace:
     """Units that change in place what comes in."""
 
 
-def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module]:
+class ValuesOfIds(TorchFunctionMode):
+    """Beside parameters on meta, keeps what no parameter made on the CPU: code may decide by positions and masks."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args, kwargs or {}
+        tensors = _tensors(given)
+        if not any(t.is_meta for t in tensors):
+            args, kwargs = tree_map(_off_meta, given)
+            return func(*args, **kwargs)
+        bare = {id(t): t.to("meta") for t in tensors if not t.is_meta}
+        before = {key: t._version for key, t in bare.items()}
+        args, kwargs = tree_map(lambda value: bare.get(id(value), value), given)
+        out = func(*args, **kwargs)
+        if any(t._version != before[key] for key, t in bare.items()):
+            raise RuntimeError(f"{func.__name__} writes what parameters made to a tensor of their device")
+        return out
+
+
+def _off_meta(value: Any) -> Any:
+    return "cpu" if isinstance(value, str | torch.device) and str(value) == "meta" else value
+
+
+@dataclass(frozen=True)
+class TracedCopy:
+    """The copy of a model that a trace has run, and the context that its code needs."""
+
+    model: nn.Module
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def has_values(self) -> bool:
+        return not any(p.is_meta for p in self.model.parameters())
+
+    @contextmanager
+    def running(self) -> Iterator[Tensor]:
+        """Context: the ids for a forward, and the settings under which every trace of the model runs it."""
+        with self.around():
+            ids = few_ids(self.model)
+            with torch.random.fork_rng(devices=[]), ids.device, Wide():
+                yield ids
+
+
+def trace_units(model: nn.Module) -> tuple[UnitTrace, TracedCopy]:
     """The units of a model of blocks, in the order of their calls in one forward, and the copy that was run: with
     values if it is small.
 
@@ -98,21 +141,26 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, nn.Module]:
             f"an nn.ModuleList, nn.ModuleDict or nn.Sequential, or a method pipeline_sections() (docs/pipeline.md)"
         )
     _check_kinds(model, blocks)
+    why = ""
     try:
-        made = small_copy(model, table_roles(model), None, LIMIT_BYTES, keeps_all=True).model
-    except NoCopyError:
-        made = on_meta_copy(model)
-    try:
-        return _watched(made, blocks), made
-    except UnitsError:
-        raise
-    except Exception as error:  # of the model's own code
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        raise UnitsError(
-            f"parallel.pipeline: a copy of {type(model).__name__} does not run on ids [2, {few_tokens(made)}] alone: "
-            f"{why}; legal: a default for every further argument of its forward, as targets=None; a method "
-            f"pipeline_sections() (docs/pipeline.md); or pipeline=1"
-        ) from error
+        copies = [TracedCopy(small_copy(model, table_roles(model), None, LIMIT_BYTES, keeps_all=True).model)]
+    except NoCopyError as error:
+        bare, why = on_meta_copy(model), f" without values ({error})"
+        copies = [TracedCopy(bare), TracedCopy(bare, ValuesOfIds)]
+    for each in copies:
+        try:
+            return _watched(each, blocks), each
+        except UnitsError:
+            raise
+        except Exception as error:  # of the model's own code
+            failed, tokens = error, few_tokens(each.model)
+    told = f"{type(failed).__name__}: {(str(failed).splitlines() or [''])[0][:200]}"
+    raise UnitsError(
+        f"parallel.pipeline: a copy of {type(model).__name__}{why} does not run on ids [2, {tokens}] alone: {told}. "
+        f"Legal: a default for every further argument of its forward, as targets=None"
+        f"{'; no value of a tensor read in it' if why else ''}; a method pipeline_sections() (docs/pipeline.md); or "
+        f"pipeline=1"
+    ) from failed
 
 
 def on_meta_copy(model: nn.Module) -> nn.Module:
@@ -136,13 +184,14 @@ def on_meta_copy(model: nn.Module) -> nn.Module:
         raise UnitsError(f"parallel.pipeline: {type(model).__name__} cannot be copied: {error}") from error
 
 
-def _watched(model: nn.Module, blocks: Sequence[str]) -> UnitTrace:
+def _watched(copy: TracedCopy, blocks: Sequence[str]) -> UnitTrace:
     """What one forward shows of its units. Raises UnitsError, or what the model's own code raises."""
-    watch, ids = _Watch(model, tuple(blocks)), few_ids(model)
+    model = copy.model
+    watch = _Watch(model, tuple(blocks))
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with watch.hooks(), torch.random.fork_rng(devices=[]), torch.no_grad(), ids.device, Wide(), watch:
+        with copy.running() as ids, watch.hooks(), torch.no_grad(), watch:
             model(ids)
     finally:
         for module, mode in modes.items():
@@ -251,8 +300,8 @@ class _Watch(TorchDispatchMode):
     def _refuse_left_behind(self, unit: int) -> None:
         made = "before the first block" if unit == 0 else f"by {self.blocks[unit - 1]} or code before it"
         raise UnitsError(
-            f"{self._where()}: this reads a tensor made {made}, beside the one that the last block gave; one tensor "
-            f"may pass between blocks; legal: code within a block reads what the block is handed; a method "
+            f"{self._where()}: this reads a tensor made {made}, beside the one that the last block gave. One tensor "
+            f"may pass between blocks. Legal: code within a block reads what the block is handed; a method "
             f"pipeline_sections() that passes both (docs/pipeline.md); or pipeline=1"
         )
 

@@ -88,8 +88,8 @@ def staged_plan(
     rows = mesh.ledger.rows()
     assert shape.costs is not None
     memory, placed, updates = _pipeline_memory(
-        made[stages.coord], chunks, frozen, config, local, costs, pieces, stages, slots
-    )
+        made[stages.coord], chunks, frozen, config, local, costs, pieces, stages, slots, dry.sequence
+    )  # fmt: skip
     timeline = simulate(compute_plan(pipeline, shape), shape.costs)
     return RunPlan(
         layout=mesh.layout.describe(),
@@ -175,8 +175,9 @@ def _record_pipeline(
 def _pipeline_memory(
     actions: Sequence[Action], chunks: tuple[Chunk, ...], frozen: tuple[WeightChunk, ...], config: Config,
     whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
+    tokens: int,
 ) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None, str]:  # fmt: skip
-    """As `memory_rows`, at the fullest moment of the list, with `slots` of messages."""
+    """As `memory_rows`, at the fullest moment of the list, with `slots` of messages; `tokens` of a sample."""
     # Other ranks' gradients of a tied chunk are received beside it and summed in a buffer of their own.
     tied = {
         chunk.spec.id: len(stages.holders(stages_of(chunk.spec))) * _whole_bytes(chunk) for chunk in chunks
@@ -184,7 +185,9 @@ def _pipeline_memory(
     walk = Walk(
         actions, stages.placement, lambda stage, i: costs[pieces[i]][stage] if pieces[i] else None, tied
     )
-    worst = Cost({}, {}, walk.kept, walk.logits, walk.most, walk.most)
+    # Numbers of all samples of the step, and the positions of the micro-batch that computes.
+    numbers = 8 * (sum(pieces) + tokens)
+    worst = Cost({}, {}, walk.kept + numbers, walk.logits, walk.most + numbers, walk.most + numbers)
     weights = {chunk.spec.id: chunk for chunk in (*chunks, *frozen)}
     numels = {index: chunk.spec.numel for index, chunk in weights.items()}
     parts = {index: chunk.part_numel for index, chunk in weights.items() if chunk.part_numel}

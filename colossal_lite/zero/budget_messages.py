@@ -167,9 +167,12 @@ def smaller_steps(
 
 def _changes(config: Config, samples: int) -> Iterator[Mapping[str, str | int]]:
     """What may make a step of so many samples of a rank smaller, the least change first."""
-    zero, now = config.zero, config.gradient_accumulation
-    parts = [now * 2**n for n in range(1, samples.bit_length()) if now * 2**n < samples]
-    parts += [samples] * (samples > now)
+    zero, now, unit = config.zero, config.gradient_accumulation, config.parallel.tensor.sample_parts
+    most_parts = samples // unit
+    parts = [now * 2**n for n in range(1, most_parts.bit_length()) if now * 2**n < most_parts]
+    parts += [most_parts] * (most_parts > now)
+    if unit > 1:  # a grid cuts each micro-batch into equal parts
+        parts = [k for k in parts if samples % (k * unit) == 0]
     if zero.stage == 3:
         yield from ({"zero.prefetch": prefetch} for prefetch in range(zero.prefetch - 1, -1, -1))
     by_step = zero.stage == 2 and zero.reduce_every == "step"
@@ -183,7 +186,7 @@ def _changes(config: Config, samples: int) -> Iterator[Mapping[str, str | int]]:
     if config.memory.placement != "auto":
         yield {"memory.placement": "auto"}
     most: dict[str, str | int] = {"activation_checkpoint": "full"}
-    most |= {"gradient_accumulation": samples} if parts else {}
+    most |= {"gradient_accumulation": parts[-1]} if parts else {}
     most |= {"zero.prefetch": 0} if zero.stage == 3 else {}
     most |= {"zero.reduce_every": "micro_batch"} if by_step else {}
     yield most

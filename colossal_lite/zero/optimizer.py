@@ -408,7 +408,8 @@ class ChunkOptimizer(OptimizerState):
         """Put the records of these chunks on device and disk, and others on the host. Weights and gradients go where
         their chunks say. Copies on the device have places in `arena`, which is made after the moves; None: in one for
         each kind. Between steps. Raises DiskError."""
-        assert self.tiers is not None
+        if self.tiers is None:  # of a pipeline stage where nothing trains
+            return
         for index in on_device:
             chunk = self._chunks[index]
             parts = {

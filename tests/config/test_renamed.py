@@ -195,7 +195,7 @@ def test_a_manifest_of_before_loads_with_one_warning_and_no_false_change(mesh: s
     for rank, (said, changes, old) in enumerate(found):
         assert set(old) == set(RENAMED)
         assert changes == [
-            "harmless: parallel.tensor.sequence_parallel was True, is 'auto'"
+            "parallel.tensor.sequence_parallel was True, is 'auto': the same numbers, up to the order of sums"
         ]  # another default
         lines = [line for line in said if "older names" in line]
         assert len(lines) == (rank == 0)

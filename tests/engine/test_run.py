@@ -86,6 +86,9 @@ def test_a_run_leaves_its_report_with_the_memory_of_a_step_by_kind_and_its_sched
     page = (whole / "report.html").read_text()
     assert page == report(whole) and "not measured" not in page and "all_reduce" in page
     measured = json.loads((whole / "measured.json").read_text())
+    assert measured["where"] == "pipeline 1 x data 2 x sequence 1 x tensor 1 on cpu", "no rank's address"
+    changed = json.loads((whole / "run.json").read_text())["changed"]
+    assert {"seed", "optimizer.lr", "parallel.data"} <= set(changed) and "kernels" not in changed
     levels = {level["kind"]: level for level in measured["timeline"]["levels"]}
     assert {"weights", "gradients", "optimizer", "activations", "temporaries"} <= set(levels)
     assert "forward blocks.0" in measured["timeline"]["moments"]

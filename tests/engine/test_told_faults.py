@@ -17,19 +17,19 @@ from tests.shared.parity import Case, start
 from tests.shared.pool import RankEnv, run_world
 
 TOLD_S = 2.0
-CASE = Case(layers=4, global_batch=8, steps=1, config=dict(timeout_s=60))
+CASE = Case(layers=4, global_batch=8, steps=1, config=dict(timeout_s=20))
 MODES: dict[str, Case] = {
     "data": CASE,
-    "ZeRO-3": replace(CASE, config=dict(timeout_s=60, zero=dict(stage=3))),
+    "ZeRO-3": replace(CASE, config=dict(timeout_s=20, zero=dict(stage=3))),
     "tensor": replace(CASE, tensor=2),
     "ring": replace(CASE, sequence=2),
     "pipeline": replace(CASE, pipeline=dict(size=2, micro_batches=4)),
     "pipeline of four": replace(CASE, world_size=4, pipeline=dict(size=4, micro_batches=4)),
     "zb-v": replace(CASE, pipeline=dict(size=2, schedule="zb-v", micro_batches=4)),
-    "ZeRO-3 on gloo": replace(CASE, config=dict(timeout_s=60, backend="gloo", zero=dict(stage=3))),
-    "data on gloo": replace(CASE, config=dict(timeout_s=60, backend="gloo")),
+    "ZeRO-3 on gloo": replace(CASE, config=dict(timeout_s=20, backend="gloo", zero=dict(stage=3))),
+    "data on gloo": replace(CASE, config=dict(timeout_s=20, backend="gloo")),
     "pipeline on gloo": replace(
-        CASE, pipeline=dict(size=2, micro_batches=4), config=dict(timeout_s=60, backend="gloo")
+        CASE, pipeline=dict(size=2, micro_batches=4), config=dict(timeout_s=20, backend="gloo")
     ),
 }
 CATCHES = ("waits", "goes on", "gives up")
@@ -178,7 +178,7 @@ LONG: dict[str, Case] = {
     "learned positions": MODES["pipeline"],
     "rotary positions": replace(MODES["pipeline"], family="llama"),
     "Hugging Face's": replace(MODES["pipeline"], family="hf-gpt2", build="module", layers=2),
-    "four replicas": replace(CASE, config=dict(timeout_s=60, backend="gloo")),
+    "four replicas": replace(CASE, config=dict(timeout_s=20, backend="gloo")),
 }
 
 

@@ -18,9 +18,8 @@ import tyro
 from colossal_lite.launcher import command
 from tests.shared.docs_pages import MADE
 from tests.shared.docs_pictures import PICTURES
-from tests.shared.pages import DOCS, ROOT, Page, anchor_of, blocks, pages, sentences, words
+from tests.shared.pages import DOCS, ROOT, Page, anchor_of, blocks, long_sentences, pages, sentences, words
 
-MOST_WORDS = 30
 EACH = [pytest.param(page, id=page.name) for page in pages()]
 
 
@@ -51,10 +50,8 @@ MADE_BY_A_READER = {
 
 @pytest.mark.parametrize("page", EACH)
 def test_no_sentence_is_longer_than_thirty_words(page: Page) -> None:
-    long = [sentence for sentence in sentences(page.prose) if words(sentence) > MOST_WORDS]
-    assert not long, f"{page.name}: split these sentences:\n" + "\n".join(
-        f"{words(each)} words: {each}" for each in long
-    )
+    long = long_sentences(page.prose)
+    assert not long, f"{page.name}: split these sentences:\n" + "\n".join(long)
 
 
 def command_of(code: str) -> list[str]:
@@ -186,7 +183,10 @@ def test_a_table_of_figures_without_a_command_or_a_date_is_found(tmp_path: Path)
 
 
 def test_sentences_of_paragraphs_items_and_cells_are_counted_apart() -> None:
-    text = "# A title\nOne two. Three `a b c`\nfour.\n\n- five\n- six [seven](x.md) eight\n\n| a | b c |\n|---|---|\n"
+    text = (
+        "# A title\nOne: two; two. Three `a b c`\nfour.\n\n- five\n- six [seven](x.md) eight\n\n| a | b c |\n"
+    )
     found = [each for each in sentences(text) if words(each)]
-    assert found == ["One two.", "Three CODE four.", "five", "six seven eight", "a", "b c"]
+    assert found == ["One: two; two.", "Three CODE four.", "five", "six seven eight", "a", "b c"]
+    assert long_sentences("One (two.) Three: four; five.", 2) == ["3 words: Three: four; five."]
     assert anchor_of("`plan`: what, and why?") == "plan-what-and-why"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.draws import outcome_of
 from tests.house.drawn_faults import FAULTS
 from tests.shared.drawn_cases import STEPS, DrawnCase, case_of, draw
 from tests.shared.drawn_runs import Ended, Seen, Truth, at_own_weights, plain_run, refused_batch
-from tests.shared.drawn_verdicts import judge_end, masked, unlike, wrong
+from tests.shared.drawn_verdicts import follows_rounding, judge_end, masked, unlike, wrong
 from tests.shared.places import place
 
 PLAIN: dict[str, Any] = dict(
@@ -132,12 +133,14 @@ def test_muon_in_sixteen_bits_is_judged_beside_a_plain_loop_that_iterates_in_the
 def test_a_swap_that_its_proof_disproves_is_wrong() -> None:
     words = "ValueError: plan: a small copy of the model is not that of one process: gradient of head"
     refused = Ended("refused", "initialize", words, "")
-    assert judge_end([Seen(ended=refused)] * 2, "first").outcome == "WRONG"  # type: ignore[union-attr]
+    assert judge_end(DrawnCase(**PLAIN), [Seen(ended=refused)] * 2, "first").outcome == "WRONG"  # type: ignore[union-attr]
 
 
-def test_a_sign_that_sixteen_bits_decide_under_lion_is_left_out_and_no_other() -> None:
-    """g0 = 0.5 leaves an average that 0.1 g1 = -0.0045 cancels in one element; the others keep their sign."""
-    config = PLAIN["config"] | dict(precision="bf16", optimizer=dict(type="lion", lr=1e-3))
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_sign_that_sixteen_bits_decide_under_lion_is_left_out_and_no_other(skips: bool) -> None:
+    """g0 = 0.5 leaves an average that 0.1 g1 = -0.0045 cancels in one element; the others keep their sign. A step
+    that is skipped leaves none."""
+    config = PLAIN["config"] | dict(precision="fp16", optimizer=dict(type="lion", lr=1e-3))
     case = DrawnCase(**PLAIN | dict(config=config, resume_world=0, resume={}))
     start, first, second = (
         torch.tensor(row, dtype=torch.float64) for row in ([0.0] * 3, [0.5, 0.5, -1.0], [-0.045, 0.5, -1.0])
@@ -147,24 +150,61 @@ def test_a_sign_that_sixteen_bits_decide_under_lion_is_left_out_and_no_other() -
         [1.0] * 4, [1.0] * 4, [dict(w=g) for g in (first, second, second, second)],
         dict(w=start), dict(w=-2e-3 * signs), dict(w=-3e-3 * signs), (1.0, 1.0),
     )  # fmt: skip
-    for element, said in ((0, ""), (1, "after 3 steps: weights")):
+    words = "after 3 steps: weights"
+    for element, said in ((0, words if skips else ""), (1, words)):
         weights = dict(w=truth.saved["w"].clone())
         weights["w"][element] *= -1
         seen = Seen(
-            losses=[1.0] * 3, norms=[1.0] * 3, skipped=[False] * 3, told="ValueError: 3", weights=weights
+            losses=[1.0] * 3,
+            norms=[1.0] * 3,
+            skipped=[skips, False, False],
+            told="ValueError: 3",
+            weights=weights,
         )
-        assert wrong(case, seen, None, truth, truth)[: len("after 3 steps: weights")] == said
+        assert wrong(case, seen, None, truth, truth)[: len(words)] == said
+
+
+def test_runs_that_rounding_has_parted_are_compared_at_the_weights_of_the_ranks() -> None:
+    """Lion makes a full step of a gradient of 1e-14: then the next gradient is judged at the ranks' own weights."""
+    case = DrawnCase(**PLAIN | dict(config=PLAIN["config"] | dict(optimizer=dict(type="lion", lr=1e-3))))
+    start, gradient = torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, 1e-14], dtype=torch.float64)
+    truth = Truth(
+        [1.0] * 4, [1.0] * 4, [dict(w=gradient)] * 4, dict(w=start), dict(w=start), dict(w=start), (1.0, 1.0)
+    )
+    seen = Seen(
+        losses=[1.0] * 4, norms=[1.0] * 4, skipped=[False] * 4, told="ValueError: 3", weights=dict(w=start)
+    )
+    seen.gradients = [dict(w=gradient)] * 3 + [dict(w=gradient * (1 + 1e-6))]
+    assert follows_rounding(case, truth) and wrong(case, seen, None, truth, None) == ""
+    assert wrong(case, seen, None, replace(truth, is_own=True), None).startswith(
+        "step 3: gradient of w is off"
+    )
+    plain = replace(truth, gradients=[dict(w=torch.ones(2, dtype=torch.float64))] * 4)
+    assert not follows_rounding(case, plain)
+
+
+@pytest.mark.parametrize(("labels", "outcome"), [("sparse", "refused"), ("full", "CRASH")])
+def test_a_run_that_skips_too_many_steps_is_refused_if_no_label_counts(labels: str, outcome: str) -> None:
+    config = PLAIN["config"] | dict(optimizer=dict(type="sgd", lr=0.1, max_skipped_steps=2))
+    model = dict(kind="perceptron", sizes=dict(features=8, classes=5))
+    batch = dict(samples=2, labels=labels, form="tuple")
+    case = DrawnCase(**PLAIN | dict(config=config, model=model, batch=batch, seed=666))
+    ended = Ended("refused", "step 2", "ValueError: 2 in a row, and optimizer.max_skipped_steps=2", "")
+    assert judge_end(case, [Seen(ended=ended)] * 2, "first").outcome == outcome  # type: ignore[union-attr]
 
 
 def test_ranks_that_end_apart_are_unlike_and_a_late_refusal_is_a_crash() -> None:
     refused = Ended("refused", "step 0", "ValueError: 3 is odd", "")
-    assert judge_end([Seen(ended=refused), Seen(ended=refused)], "first").outcome == "refused"  # type: ignore[union-attr]
-    assert judge_end([Seen(ended=refused), Seen()], "first").outcome == "UNLIKE"  # type: ignore[union-attr]
+    assert (
+        judge_end(DrawnCase(**PLAIN), [Seen(ended=refused), Seen(ended=refused)], "first").outcome
+        == "refused"
+    )  # type: ignore[union-attr]
+    assert judge_end(DrawnCase(**PLAIN), [Seen(ended=refused), Seen()], "first").outcome == "UNLIKE"  # type: ignore[union-attr]
     late = Ended("refused", "step 1", "ValueError: 3 is odd", "")
-    assert judge_end([Seen(ended=late)] * 2, "first").outcome == "CRASH"  # type: ignore[union-attr]
+    assert judge_end(DrawnCase(**PLAIN), [Seen(ended=late)] * 2, "first").outcome == "CRASH"  # type: ignore[union-attr]
     left = Ended("left", "step 1", "CommError: rank 0: all_reduce; timeout 12 s", "")
-    assert judge_end([Seen(ended=left)] * 2, "first").outcome == "HANG"  # type: ignore[union-attr]
-    assert judge_end([Seen(), Seen()], "first") is None
+    assert judge_end(DrawnCase(**PLAIN), [Seen(ended=left)] * 2, "first").outcome == "HANG"  # type: ignore[union-attr]
+    assert judge_end(DrawnCase(**PLAIN), [Seen(), Seen()], "first") is None
     assert unlike([Seen(losses=[1.0]), Seen(losses=[1.0 + 1e-16])], "first") is None
     assert unlike([Seen(losses=[1.0]), Seen(losses=[1.1])], "first") is not None
 

@@ -35,7 +35,8 @@ def test_a_feature_of_the_matrix_is_legal_alone(name: str) -> None:
     assert case_of(name).world_size <= 8
 
 
-@pytest.mark.campaign  # two hundred parity runs
+@pytest.mark.campaign  # six hundred parity runs
+@pytest.mark.timeout(3600)
 def test_the_matrix_is_measured_and_written() -> None:
     found = dict[tuple[str, str], str]()
     for pair in pairs():

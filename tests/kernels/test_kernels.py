@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from colossal_lite.kernels import (
     select,
     split,
 )
+from colossal_lite.kernels import rotary as rotary_file
 from colossal_lite.kernels.cross_entropy import combine, gradient, partial
 from colossal_lite.kernels.cross_entropy import reference as cross_entropy_reference
 from colossal_lite.kernels.philox import round_by
@@ -863,3 +865,16 @@ def test_a_fused_linear_loss_over_a_cut_vocabulary_is_that_over_the_whole(cut: i
         torch.testing.assert_close(got_w, want_w[start : start + len(piece)])
         summed += got_x
     torch.testing.assert_close(summed, want_x)
+
+
+def test_layers_that_are_given_the_same_positions_share_one_rotary_table_until_these_change() -> None:
+    positions, x = torch.arange(4), torch.randn(1, 4, 2, 8, dtype=torch.float64)
+    with patch.object(rotary_file, "_table", wraps=rotary_file._table) as made:
+        first, again = TORCH.rotary(x, positions, 10000.0), TORCH.rotary(x, positions, 10000.0)
+        other_base = TORCH.rotary(x, positions, 5e5)
+        positions += 3
+        moved = TORCH.rotary(x, positions, 10000.0)
+    assert made.call_count == 3
+    assert torch.equal(first, again) and torch.equal(first, TORCH.rotary(x, torch.arange(4), 10000.0))
+    assert torch.equal(other_base, TORCH.rotary(x, torch.arange(4), 5e5))
+    assert torch.equal(moved, TORCH.rotary(x, torch.arange(3, 7), 10000.0))

@@ -17,7 +17,13 @@ from tests.shared.compile_gate import Launch, Row, faults, narrow_products
 @pytest.mark.timeout(900)  # a minute or two of computing each, which a busy machine stretches
 @pytest.mark.parametrize(
     "architecture",
-    ["sm_90", "sm_80", *(pytest.param(other, marks=pytest.mark.campaign) for other in ("sm_89", "gfx942"))],
+    [
+        *("sm_90", "sm_80"),
+        *(
+            pytest.param(other, marks=pytest.mark.campaign)
+            for other in ("sm_89", "sm_100", "sm_120", "gfx942")
+        ),
+    ],
 )
 def test_every_kernel_compiles_and_on_nvidia_without_spills(architecture: str) -> None:
     """gfx942 has to compile; its table is for the reader.  sm_89 has the least shared memory."""

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+import colossal_lite as cl
 from colossal_lite.observe.memory_meter import StepMeter
 from colossal_lite.observe.memory_timeline import MemoryTimeline
 from colossal_lite.observe.tables import size
@@ -15,6 +17,7 @@ from tests.offload.test_optimizer_states import ADAMW
 from tests.planner.test_planner import planned
 from tests.shared.parity import Case, start
 from tests.shared.pool import RankEnv, run_world
+from tests.shared.written_models import STYLES, TOKENS, WORDS
 
 CASE = Case(
     layers=3, world_size=1, global_batch=16, tokens=16, sizes=dict(width=64, heads=4, vocabulary=256),
@@ -65,14 +68,22 @@ def test_the_highest_column_is_the_peak_of_the_report_and_of_the_plan(name: str)
         assert sum(m.startswith("update ") for m in found.moments) >= 1
 
 
-def test_in_a_pipeline_the_moments_of_a_rank_are_those_of_its_own_blocks() -> None:
-    pipeline = dict(parallel=dict(pipeline=dict(size=2, micro_batches=2)))
-    case = replace(CASE, layers=4, world_size=2, config=CASE.config | pipeline)
-    for rank, (text, _) in enumerate(run_world(metered, 2, case)):
-        moments = MemoryTimeline.parse(text).moments
+def metered_own(env: RankEnv) -> tuple[str, ...]:
+    parallel = dict(pipeline=dict(size=2, micro_batches=2, partition=[3, 3]))
+    with env.launch(dict(precision="fp64", optimizer=ADAMW, parallel=parallel)) as context:
+        engine = cl.initialize(STYLES["interleaved, ALiBi"](layers=4), context=context)
+        ids = torch.arange(4 * TOKENS).view(4, TOKENS) % WORDS
+        engine.train_step((ids, (ids + 1) % WORDS))
+        with engine.metered():
+            engine.train_step((ids, (ids + 1) % WORDS))
+        return engine.memory_timeline().moments
+
+
+def test_in_a_pipeline_the_moments_of_a_rank_are_those_of_its_own_blocks_of_a_model_of_ones_own() -> None:
+    for rank, moments in enumerate(run_world(metered_own, 2)):
         for passing in ("forward", "backward"):
             found = sorted(m for m in moments if m.startswith(passing))
-            assert found == sorted(f"{passing} blocks.{2 * rank + n}" for n in (0, 0, 1, 1))
+            assert found == sorted(f"{passing} transformer.h.{2 * rank + n}" for n in (0, 0, 1, 1))
         assert moments.count("output") == 2
 
 

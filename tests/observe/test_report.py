@@ -47,7 +47,8 @@ def folder(tmp_path: Path) -> Path:
     events = [dict(ph="X", name=name, ts=ts, dur=dur) for name, ts, dur in spans]
     (out / "trace.json").write_text(json.dumps({"traceEvents": events}))
     config = {"parallel.pipeline.size": 2, "optimizer.type": "<script>adamw</script>"}
-    (out / "run.json").write_text(json.dumps(dict(steps=STEPS, facts={"corpus": "stdlib"}, config=config)))
+    run = dict(steps=STEPS, facts={"corpus": "stdlib"}, config=config, changed=["parallel.pipeline.size"])
+    (out / "run.json").write_text(json.dumps(run))
     step = simulate(generate("1f1b", 2, 3), StageCosts.uniform(2, 0.01, 0.01, 0.01))
     (out / SCHEDULE).write_text(ScheduleReport(step, step).trace())
     memory = dict(kind="weights", tier="cpu", now_bytes=2**20, peak_bytes=3 * 2**20, forecast_bytes=2**21)
@@ -85,7 +86,7 @@ def test_the_page_holds_every_part_and_asks_for_nothing(folder: Path) -> None:
     page = report(folder)
     found = Outline(page)
     assert found.titles == [
-        "Loss", "Tokens per second", "Where time went", "Memory over a step", "Schedule of a step",
+        "Loss", "Tokens per second", "Learning rate", "Where time went", "Memory over a step", "Schedule of a step",
         "Memory: the plan beside the measured", "Sent in a step", "Configuration",
     ]  # fmt: skip
     assert found.asks == [] and not re.search(r"url\(|@import", page)
@@ -96,6 +97,12 @@ def test_the_page_holds_every_part_and_asks_for_nothing(folder: Path) -> None:
         "&lt;script&gt;adamw", "parallel.pipeline.size", "stdlib", "rank 1 measured",
     ):  # fmt: skip
         assert words in page, words
+
+
+def test_settings_that_were_changed_stand_before_the_defaults_which_are_folded(folder: Path) -> None:
+    changed, folded, defaults = report(folder).partition("<details><summary>1 defaults</summary>")
+    assert folded and "<b>parallel.pipeline.size</b><span>2</span>" in changed
+    assert "<b>optimizer.type</b>" in defaults and "parallel.pipeline.size" not in defaults
 
 
 def test_what_a_run_did_not_leave_is_named(folder: Path) -> None:
@@ -172,4 +179,4 @@ def test_a_browser_draws_it_within_its_window_light_and_dark(
     title = re.search("<title>(.*)</title>", ended.stdout)
     assert title, ended.stderr[-2000:]
     across, colour, drawings = title[1].split("|")
-    assert int(across) <= width and colour == paper and drawings == "4"
+    assert int(across) <= width and colour == paper and drawings == "5"

@@ -18,6 +18,7 @@ from colossal_lite.kernels import Rows, dropped
 from colossal_lite.kernels.dropout import dropout
 from colossal_lite.parallel.padding import Padding
 from tests.parallel.test_tensor_1d import PLAN, Plain, SelfAttention
+from tests.shared import parity
 from tests.shared.parity import Case, assert_documents, assert_other_ways, assert_parity, relative_error
 from tests.shared.pool import RankEnv, WorldError, run_world
 
@@ -46,23 +47,31 @@ def test_every_gradient_of_lengths_that_do_not_divide_is_the_serial_one(name: st
     assert_parity(CASES[name], steps=1)
 
 
+MESHES: dict[str, dict[str, Any]] = {
+    "1d": dict(tensor=2),
+    "ring": dict(sequence=2),
+    "ulysses": dict(sequence=2, sequence_mode="ulysses"),
+}
+
+
 def drawn() -> list[Case]:
-    """30 lengths, each in one of the modes and families."""
+    """30 lengths, for each of the families in turn."""
     generator, found = random.Random(23), []
-    meshes = [dict(tensor=2), dict(sequence=2), dict(sequence=2, sequence_mode="ulysses")]
     for number in range(30):
         family = ("gpt2", "llama", "hf-gpt2", "hf-llama")[number % 4]
-        longest = 16 if family.startswith("hf") else 64
-        options: dict[str, Any] = meshes[generator.randrange(3)]
-        tokens, causal = generator.randint(1, longest), generator.random() < 0.7
-        found.append(Case(family=family, tokens=tokens, causal=causal, ragged=tokens > 1, steps=1, **options))
+        tokens, causal = generator.randint(1, 16 if family.startswith("hf") else 64), generator.random() < 0.7
+        found.append(Case(family=family, tokens=tokens, causal=causal, ragged=tokens > 1, steps=1))
     return found
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("case", drawn(), ids=lambda case: f"{case.family} {case.tokens}")
-def test_every_gradient_of_30_drawn_lengths_is_the_serial_one(case: Case) -> None:
-    assert_parity(case)
+def test_loss_and_every_gradient_of_30_drawn_lengths_are_the_serial_ones_to_1e_10(
+    case: Case, mesh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(parity.LOSS_TOLERANCE, "fp64", 1e-10)
+    assert assert_parity(case, **MESHES[mesh]) <= 1e-10
 
 
 @pytest.mark.parametrize("case", [CASES["1d"], replace(CASES["ring"], tokens=3)], ids=["1d", "ring"])

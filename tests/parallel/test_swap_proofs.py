@@ -19,6 +19,8 @@ from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.parallel import plan_proof
+from colossal_lite.parallel.auto_plan import auto_plan
 from colossal_lite.parallel.narrowing import narrowing
 from colossal_lite.parallel.parallelize import parallelize
 from colossal_lite.parallel.roles import Role, assign_roles, known_plan
@@ -132,7 +134,7 @@ def test_what_a_layer_carries_trains_as_in_one_process(name: str, mode: str) -> 
 # ---- refused: in one process ----
 
 ANY = ("1d", "1d, whole", "2d", "3d")
-CUT = r"legal: roles that fit .* or tensor=1"
+CUT = r"Legal: roles that fit .* or tensor=1"
 NO_LINEAR = r"its forward is not that of nn\.Linear"
 REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "subclass of Linear": (ANY, rf"blocks\.1\.up \(ScaledLinear\): {NO_LINEAR}"),
@@ -149,8 +151,8 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "scale_grad_by_freq": (ANY, r"words \(Embedding\): scale_grad_by_freq=True, which no layer"),
     "sparse": (ANY, r"words \(Embedding\): sparse=True, which no layer"),
     "embedding across tokens": (("1d", "2d"), rf"is not that of one process.*{CUT}"),
-    "replicated, across tokens": (("1d",), r"with parallel\.tensor\.sequence_parallel=False they agree"),
-    "pairs of tokens": (("1d",), r"with parallel\.tensor\.sequence_parallel=False they agree"),
+    "replicated, across tokens": (("1d",), r"With parallel\.tensor\.sequence_parallel=False they agree"),
+    "pairs of tokens": (("1d",), r"With parallel\.tensor\.sequence_parallel=False they agree"),
 }
 
 
@@ -251,7 +253,7 @@ def test_max_norm_is_exact_on_one_rank(stage: int) -> None:
 def test_max_norm_is_refused_where_ranks_keep_the_rows_of_each_others_words(stage: int) -> None:
     with pytest.raises(
         WorldError,
-        match="words is a Embedding with max_norm=0.5: .*but not the copies under data=2; legal: max_norm=None",
+        match="words is a Embedding with max_norm=0.5: .*but not the copies under data=2. Legal: max_norm=None",
     ):
         run_world(on_ranks, 2, "max_norm", dict(size=1), dict(zero=dict(stage=stage)))
 
@@ -343,6 +345,41 @@ def test_a_wide_model_is_proven_on_a_narrow_copy() -> None:
     wrong = found[1] | {"model.layers.*.self_attn.q_proj": "colwise:gate_up"}
     with pytest.raises(ValueError, match="is not that of one process"):
         swap(big_llama(), wrong, MODES["1d"])
+
+
+class LocalHeads(nn.Module):
+    """States the width of a head, and its heads under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_local_heads, self.head_dim = 8, 64
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(512, 512, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = (*x.shape[:2], self.n_local_heads, self.head_dim)
+        q, k, v = (layer(x).view(sizes).transpose(1, 2) for layer in (self.wq, self.wk, self.wv))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.wo(y.transpose(1, 2).flatten(2))
+
+
+def test_a_width_of_heads_that_a_module_states_makes_the_copy_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_proof, "LIMIT_BYTES", plan_proof.QUICK_BYTES)  # no copy is as wide as the model
+    model = nn.Sequential(nn.Embedding(600, 512), *(LocalHeads() for _ in range(3)), nn.Linear(512, 600))
+    assert auto_plan(model, 2).plan["*.wo"] == "rowwise"
+    on_sequence(model, "ring")
+
+
+class Counted(nn.Linear):
+    copies = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        Counted.copies += 1
+        return nn.Linear(self.in_features, self.out_features, device="meta")
+
+
+def test_blocks_that_a_copy_has_not_are_never_copied() -> None:
+    small_copy(nn.Sequential(*(nn.Sequential(Counted(4, 4)) for _ in range(12))), {})
+    assert Counted.copies == 2
 
 
 class OfFloats(Model):

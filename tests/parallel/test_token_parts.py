@@ -100,12 +100,24 @@ def trained(env: RankEnv, name: str, config: Mapping[str, Any]) -> tuple[Any, ..
         return losses, gradients, engine.full_state_dict()
 
 
-def test_a_recomputation_within_the_gathers_of_zero_3_is_refused_by_name() -> None:
-    config = dict(parallel=dict(sequence=2), zero=dict(stage=3), activation_checkpoint="full")
-    words = (
-        "activation_checkpoint='full' with zero.stage=3 and parallel.sequence=2: the code of .* legal: one of"
-    )
-    with pytest.raises(WorldError, match=words):
+RECOMPUTED = dict(zero=dict(stage=3), activation_checkpoint="full", parallel=dict(sequence=2))
+STAGED = dict(schedule="bfs", stages_per_rank=2, micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (RECOMPUTED, "activation_checkpoint='full' with zero.stage=3 and parallel.sequence=2: the code of"),
+        (
+            dict(parallel=dict(pipeline=STAGED, sequence=2)),
+            "stages_per_rank=2 with parallel.sequence=2: the code of",
+        ),
+    ],
+)
+def test_code_that_would_see_a_part_of_a_sequence_is_refused_by_name(
+    config: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(WorldError, match=f"{words} .* Legal: one of"):
         run_world(trained, 2, next(iter(STYLES)), config)
 
 

@@ -77,6 +77,16 @@ def test_every_gradient_is_the_serial_one_for_each_two_choices(row: Choice) -> N
     assert_parity(case_of(row))
 
 
+@pytest.mark.parametrize("memory", ["all", "all, updated on the host", "under both budgets"])
+def test_a_stage_that_is_frozen_whole_settles_beside_others(memory: str) -> None:
+    case = Case(
+        tied=False, frozen=("token.weight", "position.weight"), global_batch=4, steps=3,
+        pipeline=dict(size=2, micro_batches=2, partition=(1, 5)),
+        config=dict(zero=dict(stage=1), memory=MEMORY[memory]),
+    )  # fmt: skip
+    assert_parity(case)
+
+
 # ---- what a run does ----
 
 

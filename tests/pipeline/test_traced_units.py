@@ -243,7 +243,51 @@ def test_what_passes_more_than_one_tensor_is_refused_with_its_line(name: str) ->
     assert all(word in str(told.value) for word in words), told.value
 
 
-def test_a_model_too_large_for_a_copy_is_traced_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = traced(Wrapped()).parts
+def hugging_face() -> nn.Module:
+    """Without a cache it looks at the values of positions."""
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_positions=T, n_embd=8, n_head=2, n_layer=3, use_cache=False)
+    )
+
+
+@pytest.mark.parametrize("make", [Wrapped, hugging_face])
+def test_a_model_too_large_for_a_copy_is_traced_without_values(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = traced(make()).parts
     monkeypatch.setattr("colossal_lite.pipeline.unit_trace.LIMIT_BYTES", 1)
-    assert traced(Wrapped()).parts == small
+    assert traced(make()).parts == small
+
+
+class ReadsValues(Walk):
+    def forward(self, ids: Tensor) -> Any:
+        if self.words(ids).abs().max() > 100:
+            raise ValueError("exploded")
+        return super().forward(ids)
+
+
+class WritesBeside(Walk):
+    def forward(self, ids: Tensor) -> Any:
+        held = torch.zeros(len(ids), T, D, device=self.places.device)
+        if (ids >= 0).all():
+            held[:] = self.words(ids)
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"), [(ReadsValues, "Tensor.item()"), (WritesBeside, "writes what parameters made")]
+)
+def test_a_model_too_large_for_a_copy_is_told_what_needs_values(
+    kind: type[Walk], word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced(kind())
+    monkeypatch.setattr("colossal_lite.pipeline.unit_trace.LIMIT_BYTES", 1)
+    with pytest.raises(UnitsError) as told:
+        traced(kind())
+    words = (
+        "without values (a small copy of it needs",
+        word,
+        "no value of a tensor read",
+        "pipeline_sections()",
+    )
+    assert all(each in str(told.value) for each in words), told.value

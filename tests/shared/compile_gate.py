@@ -32,7 +32,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-SHARED_LIMIT_BYTES = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024}
+SHARED_LIMIT_BYTES = {
+    "sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024,
+}  # fmt: skip
 INSTRUCTION_BYTES = 16
 TRITON_TYPE = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",
@@ -198,7 +200,8 @@ def read(found: Sequence[Made]) -> list[Row]:
     codes = [made.code for made in found]
     if not any(codes):
         return [made.row for made in found]
-    raw = {"sm_90": "SM90a"}.get(found[0].row.arch, found[0].row.arch.upper().replace("_", ""))
+    arch = found[0].row.arch
+    raw = arch.upper().replace("_", "") + "a" * (int(arch[3:]) >= 90)  # what Triton compiles for
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(b"".join(codes))
         file.flush()
@@ -223,7 +226,7 @@ def counted(made: Made, code: str) -> Row:
         spills=count(r"\bSTL", r"\bLDL"),
         loads_128=count(r"\bLDG\.E\S*\.128", r"\bLDGSTS\.E\S*\.128", r"\bUTMALDG"),
         loads=count(r"\bLDG\.", r"\bLDGSTS\.", r"\bUTMALDG"),
-        tensor_core=count(r"\bHGMMA", r"\bHMMA", r"\bIMMA"),
+        tensor_core=count(r"\bHGMMA", r"\bHMMA", r"\bIMMA", r"\bUTC\w*MMA"),
     )
     return replace(row, faults=tuple(faults(row, made.ttir, made.ptx)))
 

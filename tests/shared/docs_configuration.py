@@ -48,7 +48,10 @@ Written by `python -m tests.shared.docs_pages` from the schema. A config is a di
 options on the command line (`--parallel.tensor.size 2`), which lie over the file. `colossal-lite config show config.py`
 prints every setting with its value and origin. Unknown keys are refused with the nearest known name.
 
-The last column was found by trying each value alone, and beside each of these: {beside}.
+The last column was found by trying each value alone, and beside each of these:
+
+{beside}
+
 A value is refused beside the features that its row names. *Alone* means that it has no effect by itself, and why; a run
 warns of that.
 """

@@ -27,6 +27,7 @@ DISK = "DISK"
 """Stands for a fresh directory in a case."""
 TOKEN_KINDS = {"gpt": 42, "hf-gpt2": 14, "hf-llama": 12, "own": 12, "written": 12}
 WITHOUT_TOKENS = {"perceptron": 14}
+OWN_LOSS = {"written": 6, "hf-gpt2": 6, "hf-llama": 6}
 ELEMENTWISE = {"sgd": 34, "adamw": 24, "adam": 10, "lion": 8}
 
 
@@ -570,6 +571,9 @@ def _draw_habits(
     drive = choose(rng, {"train_step": 40, "forward_backward": 42, "own loop": own_loop})
     drive = shared.rare.get("drive", drive) if own_loop else drive
     shown = any((m.pipeline or {}).get("partition") == "profiled" for m in meshes)
+    own_loss = OWN_LOSS.get(shared.kind, 0)
+    if shared.kind.startswith("hf-") and any(m.sequence for m in meshes):  # their code sees whole sequences
+        own_loss = 0
     refused = ["negative id", "shape", "no labels", "label"] + ["id"] * (shared.kind == "gpt")
     refused += ["too long"] * (shared.kind in ("gpt", "hf-gpt2"))  # rotary positions have no end
     if shared.kind == "perceptron":
@@ -578,9 +582,7 @@ def _draw_habits(
         "build": "module" if shared.kind == "written" else rng.choice(["callable", "module"]),
         "drive": drive,
         "gradients": drive == "forward_backward" and not shared.in_backward,
-        "criterion": choose(
-            rng, {"none": 6, "mean": 2, "sum and count": 2, "model": 6 if shared.kind == "written" else 0}
-        )
+        "criterion": choose(rng, {"none": 6, "mean": 2, "sum and count": 2, "model": own_loss})
         if drive != "own loop"
         else "none",
         "optimizer": shared.own_optimizer,

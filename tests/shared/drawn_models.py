@@ -109,6 +109,11 @@ def perceptron(
     return Unused(model, features) if unused else model
 
 
+def unshifted(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """The loss of a Hugging Face model whose labels are those of its tokens: Hugging Face's own shifts them."""
+    return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
 def build_model(model: Mapping[str, Any]) -> nn.Module:
     """A model from its dict: `kind`, its sizes under `sizes`, and what is done to it."""
     kind, sizes = model["kind"], dict(model["sizes"])
@@ -124,6 +129,7 @@ def build_model(model: Mapping[str, Any]) -> nn.Module:
         from tests.shared.hugging_face import sized
 
         made = sized(kind, **sizes)
+        made.loss_function = unshifted
     emit(made, model.get("auxiliary", ()), inside=not model.get("grid", False))
     if rank := model.get("adapters", 0):
         adapt(made, rank, ADAPTERS[model["adapter_kind"]])

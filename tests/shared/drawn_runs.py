@@ -317,6 +317,8 @@ class Truth:
     saved: dict[str, Tensor]
     last: dict[str, Tensor]
     evaluated: tuple[float, float]
+    is_own: bool = False
+    """Whether the step after the save, and evaluations behind it, are at the weights that the ranks had there."""
 
 
 def plain_run(case: DrawnCase, dtype: str, skipped: list[bool]) -> Truth:
@@ -345,8 +347,9 @@ def plain_run(case: DrawnCase, dtype: str, skipped: list[bool]) -> Truth:
 def at_own_weights(case: DrawnCase, truth: Truth, first: Seen, second: Seen | None, dtype: str) -> Truth:
     """`truth` with the step after the save, and evaluations behind it, at the weights that the ranks had there.
 
-    In 16 bits updates that normalise a gradient turn its rounding into steps of full size, so that runs part; what a
-    forward and a backward give at given weights is not touched by that."""
+    Updates that normalise a gradient turn its rounding into steps of full size, so that runs part: in 16 bits, and in
+    any where a gradient is rounding alone. What a forward and a backward give at given weights is not touched by
+    that."""
     losses, norms, gradients = list(truth.losses), list(truth.norms), list(truth.gradients)
     evaluated = list(truth.evaluated)
     if second is not None:
@@ -356,7 +359,12 @@ def at_own_weights(case: DrawnCase, truth: Truth, first: Seen, second: Seen | No
     if case.habits["evaluate_after"] == STEPS:
         evaluated[0] = PlainLoop(case, dtype, first.weights).evaluate(-1)
     return replace(
-        truth, losses=losses, norms=norms, gradients=gradients, evaluated=(evaluated[0], evaluated[1])
+        truth,
+        losses=losses,
+        norms=norms,
+        gradients=gradients,
+        evaluated=(evaluated[0], evaluated[1]),
+        is_own=True,
     )
 
 
@@ -418,7 +426,9 @@ class PlainLoop:
         positions = torch.arange(1 if inputs.is_floating_point() else inputs.shape[1])
         self.streams.begin(number, sample_numbers(self.case, number, samples), positions)
         if self.case.habits["criterion"] == "model":
-            own: Tensor = self.model(inputs, labels)[1]  # in the model's dtype, as on the ranks
+            own: Tensor = self._own_loss(inputs, labels, batch)  # in the model's dtype, as on the ranks
+            own = sum(self.emitted, own)
+            self.emitted.clear()
             return own
         outputs = (
             self.model(input_ids=inputs, **batch) if self.case.batch["form"] == "dict" else self.model(inputs)
@@ -427,6 +437,13 @@ class PlainLoop:
         loss: Tensor = sum(self.emitted, total / count)
         self.emitted.clear()
         return loss
+
+    def _own_loss(self, inputs: Tensor, labels: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        if self.case.model["kind"] == "written":
+            found: Tensor = self.model(inputs, labels)[1]
+        else:
+            found = self.model(input_ids=inputs, labels=labels, **batch).loss
+        return found
 
     def step(self, number: int, skip: bool) -> tuple[float, float, dict[str, Tensor]]:
         """(loss, norm, gradients); a step without a valid label changes nothing."""

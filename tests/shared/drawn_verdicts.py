@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.shared.drawn_cases import STEPS, DrawnCase
+from tests.shared.drawn_models import make_batch
 from tests.shared.drawn_runs import Ended, Seen, Truth
 
+IGNORED = -100
 BAD = ("WRONG", "CRASH", "HANG", "UNLIKE")
 LOSS = {"fp64": 1e-9, "fp32": 1e-4}
 GRADIENT = {"fp64": 1e-9, "fp32": 1e-3}
@@ -45,14 +47,14 @@ class Verdict:
 
 def masked(words: str) -> str:
     """Words of a refusal without its numbers, for counting."""
-    head = " ".join(words.split("legal:")[0].split()).rstrip(" ;")
+    head = " ".join(re.split("[Ll]egal:", words)[0].split()).rstrip(" ;")
     return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", head)[:220]
 
 
 # ---- how the ranks ended ----
 
 
-def judge_end(seen: Sequence[Seen], part: str) -> Verdict | None:
+def judge_end(case: DrawnCase, seen: Sequence[Seen], part: str) -> Verdict | None:
     """A verdict if some rank did not come to the end of a part."""
     ends = [each.ended for each in seen]
     stopped = [end for end in ends if end is not None]
@@ -64,7 +66,7 @@ def judge_end(seen: Sequence[Seen], part: str) -> Verdict | None:
     if raised:
         return Verdict("CRASH", f"{part}, {raised[0].phase}: {_line(raised[0])}", detail=detail)
     if len(refused) == len(ends):
-        return _judge_refusal(refused, part, detail)
+        return _judge_refusal(case, refused, part, detail)
     if refused:
         return Verdict("UNLIKE", f"{part}, some ranks alone refuse: {_line(refused[0])}", detail=detail)
     late = (
@@ -75,18 +77,29 @@ def judge_end(seen: Sequence[Seen], part: str) -> Verdict | None:
     )
 
 
-def _judge_refusal(refused: Sequence[Ended], part: str, detail: str) -> Verdict:
+def _judge_refusal(case: DrawnCase, refused: Sequence[Ended], part: str, detail: str) -> Verdict:
     words = {(masked(end.words), end.phase) for end in refused}
     if len(words) > 1:
         return Verdict("UNLIKE", f"{part}, ranks refuse in other words: {sorted(words)}"[:600], detail=detail)
     # An evaluation changes nothing, and may need more than a budget leaves.
-    if refused[0].phase not in ("launch", "initialize", "load", "step 0", "evaluation") and part == "first":
+    early = refused[0].phase in ("launch", "initialize", "load", "step 0", "evaluation")
+    if not early and part == "first" and not _skips_too_many(case, refused[0]):
         return Verdict(
             "CRASH", f"{part}, refused after {refused[0].phase} began: {_line(refused[0])}", detail=detail
         )
     if DISPROVEN in refused[0].words:
         return Verdict("WRONG", f"{part}, {_line(refused[0])}", detail=detail)
     return Verdict("refused", f"{refused[0].words}")
+
+
+def _skips_too_many(case: DrawnCase, end: Ended) -> bool:
+    """Whether a step ended the run as `max_skipped_steps` asks: that many in a row had no label that counts."""
+    limit = case.config.get("optimizer", {}).get("max_skipped_steps")
+    kind, _, number = end.phase.partition(" ")
+    if "optimizer.max_skipped_steps" not in end.words or kind != "step" or int(number) + 1 < limit:
+        return False
+    rows = [make_batch(case, int(number) - n, case.batch["samples"])["labels"] for n in range(limit)]
+    return all(bool((labels == IGNORED).all()) for labels in rows)
 
 
 def _line(end: Ended) -> str:
@@ -133,11 +146,14 @@ def _joined(first: Seen, second: Seen | None) -> Seen:
     )  # fmt: skip
 
 
-def _evaluations(first: Seen, second: Seen | None, truth: Truth) -> Iterator[tuple[str, float, float]]:
+def _evaluations(
+    case: DrawnCase, first: Seen, second: Seen | None, truth: Truth
+) -> Iterator[tuple[str, int, float, float]]:
+    """(what, updates before it, loss, true loss)."""
     if first.evaluated is not None:
-        yield "evaluation", first.evaluated, truth.evaluated[0]
+        yield "evaluation", case.habits["evaluate_after"], first.evaluated, truth.evaluated[0]
     if second is not None and second.evaluated is not None:
-        yield "evaluation after the resume", second.evaluated, truth.evaluated[1]
+        yield "evaluation after the resume", STEPS, second.evaluated, truth.evaluated[1]
 
 
 def _off(ours: float, truth: float, bound: float) -> bool:
@@ -162,8 +178,8 @@ def _wide_faults(
             yield from _gradient_faults(case, both.gradients[number], truth.gradients[number], number, looser)
         if _off(both.norms[number], truth.norms[number], max(bound, GRADIENT[case.dtype]) * looser):
             yield f"step {number}: norm {both.norms[number]:.12g} for {truth.norms[number]:.12g}"
-    for what, ours, expected in _evaluations(first, second, truth):
-        if _off(ours, expected, bound * _looser(case, truth, STEPS)):
+    for what, number, ours, expected in _evaluations(case, first, second, truth):
+        if _off(ours, expected, bound * _looser(case, truth, number)):
             yield f"{what}: loss {ours:.12g} for {expected:.12g}"
     yield from _weight_faults(case, "after 3 steps", first.weights, truth.saved, truth)
     if second is not None:
@@ -179,13 +195,20 @@ def _kinds(case: DrawnCase) -> set[str]:
 
 def _looser(case: DrawnCase, truth: Truth, number: int) -> float:
     """Losses of later steps follow from updates, some of which amplify rounding, and some of which are lossy."""
-    if number and any(_is_rounding(case, g) for g in truth.gradients[:number]) and _kinds(case) & SIGNED:
+    if number == STEPS and truth.is_own:
+        return 1.0
+    if number and follows_rounding(case, truth, number):
         return 1e3 if case.dtype == "fp32" else 1e7
     if case.config.get("optimizer", {}).get("moments") == "bf16":
         return 3e2 if case.dtype == "fp32" else 1e7
     if _kinds(case) == {"sgd"}:
         return 1.0
     return 1e2 if case.dtype == "fp32" else 1e3
+
+
+def follows_rounding(case: DrawnCase, truth: Truth, steps: int = STEPS) -> bool:
+    """Whether in one of the first steps a signed update made full steps of rounding alone, so that runs part."""
+    return bool(_kinds(case) & SIGNED) and any(_is_rounding(case, g) for g in truth.gradients[:steps])
 
 
 def _is_rounding(case: DrawnCase, gradients: Mapping[str, Tensor]) -> bool:
@@ -264,21 +287,21 @@ def _narrow_faults(
         slack = max(NARROW * abs(plain.norms[number] - true_norm), 0.15 * abs(true_norm))
         if not math.isnan(expected) and not abs(norm - true_norm) <= slack:
             yield f"step {number}: norm {norm:.6g} for {true_norm:.6g}, plain {plain.norms[number]:.6g}"
-    for what, ours, expected in _evaluations(first, second, truth):
+    for what, _, ours, expected in _evaluations(case, first, second, truth):
         if math.isnan(expected) != math.isnan(ours) or abs(ours - expected) > 0.05 * abs(expected):
             yield f"{what}: loss {ours:.6g} for {expected:.6g}"
     pairs = [("after 3 steps", first.weights, truth.saved, plain.saved)]
     if second is not None:
         pairs.append(("after the resume", second.weights, truth.last, plain.last))
     for when, ours_of, true_of, plain_of in pairs:
-        tossed = {name: _tossed_by_lion(case, name, truth) for name in true_of}
+        tossed = {name: _tossed_by_lion(case, name, truth, both.skipped) for name in true_of}
         mine, theirs = _distance(ours_of, true_of, tossed), _distance(plain_of, true_of, tossed)
         moved = _distance(true_of, truth.initial)
         if not mine <= NARROW * theirs + 0.03 * moved + 1e-6:
             yield f"{when}: weights are {mine:.3g} from the truth, plain ones {theirs:.3g}, moved {moved:.3g}"
 
 
-def _tossed_by_lion(case: DrawnCase, name: str, truth: Truth) -> Tensor:
+def _tossed_by_lion(case: DrawnCase, name: str, truth: Truth, skipped: Sequence[bool]) -> Tensor:
     """Elements of which Lion takes a sign that 16 bits decide: in some step the terms of its direction cancel to within
     their rounding. Each such sign moves a weight by twice the learning rate."""
     given = case.config.get("optimizer", {})
@@ -287,7 +310,8 @@ def _tossed_by_lion(case: DrawnCase, name: str, truth: Truth) -> Tensor:
     found = torch.zeros_like(truth.initial[name], dtype=torch.bool)
     for b1, b2 in pairs:
         average, largest = torch.zeros_like(truth.initial[name], dtype=torch.float64), 0.0
-        for gradient in (gradients[name].double() for gradients in truth.gradients if name in gradients):
+        made = [step for step, is_skipped in zip(truth.gradients, skipped, strict=False) if not is_skipped]
+        for gradient in (gradients[name].double() for gradients in made if name in gradients):
             most = float(gradient.abs().max())
             direction, terms = b1 * average + (1 - b1) * gradient, b1 * largest + (1 - b1) * most
             found |= direction.abs() <= ROUNDING[case.dtype] * terms

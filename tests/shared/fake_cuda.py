@@ -1,35 +1,31 @@
-"""Runs one rank's step on a CUDA device that is not there, and counts launches, waits and copies.
+"""Puts a CUDA device in place that is not there, and counts launches, waits and copies.
 
 Note: for a process of its own, which has loaded cuda_guard.cpp as a library before it imports torch.
 What lies on the host is real.  What lies on `cuda` is a fake tensor: shapes, dtypes and devices are checked by torch
-itself, autograd runs in its threads, and nothing is computed.  A number that is read from there is one, or True.  The
-ranks of a world are of torch's fake process group: every collective returns at once.  Printed is a JSON row a case.
+itself, autograd runs in its threads, and nothing is computed.  A number that is read from there is one, or True.
+Attention in 16 bits is flash attention, as on a GPU.  fake_rank.py trains on it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-P2P = ("op", "tensor", "peer", "group")
 ROOT = Path(__file__).parents[2]
 WAITS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique")
 NO_KERNEL = (
@@ -46,20 +42,7 @@ NO_KERNEL = (
         "permute",
     ),
     *("detach", "alias", "split", "unbind", "chunk", "_unsafe_view", "reshape", "unfold", "narrow", "lift"),
-    *(
-        "empty",
-        "new_empty",
-        "sym_",
-        "size",
-        "stride",
-        "is_",
-        "set_",
-        "resize",
-        "prim",
-        "device",
-        "_to_copy",
-        "copy_",
-    ),
+    *("empty", "new_empty", "sym_", "size", "stride", "is_", "set_", "resize", "prim", "device"),
 )
 
 
@@ -75,7 +58,8 @@ class Counts:
 
 
 def here() -> str:
-    rows = [f for f in traceback.extract_stack() if str(ROOT) in f.filename and f.filename != __file__]
+    ours = str(Path(__file__).parent)
+    rows = [f for f in traceback.extract_stack() if str(ROOT) in f.filename and ours not in f.filename]
     return " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(rows[-3:]))
 
 
@@ -85,6 +69,7 @@ class FakeDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._lock = threading.RLock()
         self.counts = Counts()
         self.pinned: set[int] = set()
         self.locked: list[tuple[int, int]] = []
@@ -126,11 +111,13 @@ class FakeDevice(TorchDispatchMode):
             )
             if not args[0].is_cuda:
                 return args[0]  # nothing comes from a device that is not there
-        fakes = tree_map(lambda x: self.faked(x), (args, kwargs))
-        with self.fake:
-            out = func(*fakes[0], **fakes[1])
+        with self._lock:  # links and backward have threads of their own
+            fakes = tree_map(lambda x: self.faked(x), (args, kwargs))
+            with self.fake:
+                out = func(*fakes[0], **fakes[1])
         if any(isinstance(x, Tensor) and x.is_cuda for x in (*tensors, *tree_leaves(out))):
-            if not name.startswith(NO_KERNEL):
+            between = name.startswith(("_to_copy", "copy_")) and any(not x.is_cuda for x in tensors)
+            if not name.startswith(NO_KERNEL) and not between and (to_cuda or device is None):
                 self.counts.kernels[name] += 1
         if isinstance(out, Tensor) and not out.is_cuda and name.startswith("_to_copy"):
             return torch.ones(out.shape, dtype=out.dtype)
@@ -148,6 +135,17 @@ class FakeDevice(TorchDispatchMode):
             self.counts.waits[f"a copy {kind} at {here()}"] += 1
         if up and not self.is_pinned(host):
             self.counts.pageable[here()] += 1
+
+
+class InThread(TorchDispatchMode):
+    """A thread has modes of its own: this one hands all on to the device."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.device.__torch_dispatch__(func, types, args, kwargs)
 
 
 def one(dtype: torch.dtype) -> Any:
@@ -218,6 +216,22 @@ def cuda() -> Iterator[FakeDevice]:
         found = plain(data, *given, **more) if on_cuda else plain(data, *given, device=device, **more)
         return found.to(device) if on_cuda else found
 
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if not q.is_cuda or q.dtype.itemsize > 2 or attn_mask is not None:
+            return attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, scale=scale
+        )[0]
+        return out
+
+    def run(thread: threading.Thread) -> None:
+        with InThread(device):
+            begin(thread)
+
+    begin, attention = threading.Thread.run, F.scaled_dot_product_attention
     tolist, plain, held = Tensor.tolist, torch.tensor, list[Tensor]()
     place, whole = Tensor.data_ptr, torch.UntypedStorage.data_ptr
     with ExitStack() as stack:
@@ -225,6 +239,7 @@ def cuda() -> Iterator[FakeDevice]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         for owner, name, value in (
             (Tensor, "pin_memory", pin), (Tensor, "is_pinned", lambda x, *_: device.is_pinned(x)),
+            (F, "scaled_dot_product_attention", attend), (threading.Thread, "run", run),
             (Tensor, "tolist", listed), (FakeTensor, "tolist", listed), (torch, "tensor", made),
             (Tensor, "data_ptr", lambda x: place(x) if not isinstance(x, FakeTensor)
              else x.untyped_storage()._cdata * 64 + x.storage_offset() * x.element_size()),
@@ -233,199 +248,3 @@ def cuda() -> Iterator[FakeDevice]:
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(device)
         yield device
-
-
-# --------------------------------------------------------------------------------------------------------- one rank
-
-
-def on_a_rank(device: FakeDevice, case: dict[str, Any]) -> dict[str, Any]:
-    """Three steps of one rank, of which the last is counted, and an evaluation. Updates of one run in the next."""
-    import colossal_lite as cl
-    from colossal_lite.config.config import Config
-    from colossal_lite.distributed.communicator import Communicator
-    from colossal_lite.distributed.key_value_store import LimitedStore
-    from colossal_lite.distributed.mesh import Mesh
-    from colossal_lite.engine.context import Context, FailureBoard
-    from colossal_lite.engine.rank_comparison import RankComparison
-    from colossal_lite.engine.stopping import StopSignals
-    from colossal_lite.kernels import philox
-    from colossal_lite.zero import forward_hooks, sharded_weights
-
-    config = Config.load(case["config"]).check_world(case["ranks"])
-    store = LimitedStore(dist.HashStore(), 10.0)
-    model = cl.models.GPTConfig(**case["model"])
-    samples, tokens = case["samples"], model.sequence
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (Communicator, "gather_json", lambda comm, value: [value] * comm.size),
-            (Mesh, "check_together", lambda *_: None), (RankComparison, "check", lambda *_: None),
-            (sharded_weights, "_disable_current_modes", contextlib.nullcontext),
-            (forward_hooks, "_disable_current_modes", contextlib.nullcontext),
-        ):  # fmt: skip
-            stack.enter_context(patch.object(owner, name, value))
-        stack.enter_context(no_triton(device))
-        stack.enter_context(messages(device))
-        stack.enter_context(FAULTS[case.get("fault", "none")]())
-        if case["ranks"] > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=case["rank"], world_size=case["ranks"])
-            stack.callback(dist.destroy_process_group)
-        mesh = Mesh.create(config.layout(), case["rank"], timeout_s=10.0, backend="fake")
-        board = FailureBoard(store, case["rank"])
-        place = torch.device("cuda", 0)
-        with Context(
-            config, mesh, place, 0, store, "fake", board, StopSignals(), ExitStack(), lambda *_: None
-        ) as context:
-            with patch.object(philox, "_contiguous_words", wraps=philox._contiguous_words) as on_host:
-                engine = cl.initialize(lambda: cl.models.GPT(model), context=context)
-            drawn = [on_host.call_count, device.counts.triton["_draw_kernel"]]
-            rows = [(torch.arange(tokens), torch.arange(1, tokens + 1)) for _ in range(samples * 3)]
-            batches = iter(context.dataloader(rows, global_batch=samples))
-            for _ in range(3):
-                device.counts = Counts()
-                batch = next(batches)
-                engine.train_step(batch)
-            counts, device.counts = device.counts, Counts()
-            engine.eval_step(batch)
-            evaluated = device.counts
-            engine.close()
-    return dict(
-        kernels=sum(counts.kernels.values()), triton=sum(counts.triton.values()), waits=counts.waits,
-        pageable=counts.pageable, evaluated=evaluated.waits, messages=device.messages, drawn=drawn,
-    )  # fmt: skip
-
-
-class Work:
-    def wait(self) -> None: ...
-
-
-@contextlib.contextmanager
-def messages(device: FakeDevice) -> Iterator[None]:
-    """Collectives end at once. Messages between two ranks are noted as NCCL gets them, a batch as one."""
-    from colossal_lite.distributed import communicator
-
-    def alone(kind: str) -> Any:
-        def post(tensor: Tensor, *given: Any, **named: Any) -> Work:
-            if tensor.is_cuda:
-                group = tuple(dist.get_process_group_ranks(named["group"]))
-                device.messages.append((group, [(kind, named.get("dst", named.get("src")))]))
-            return Work()
-
-        return post
-
-    def batch(operations: Any) -> list[Work]:
-        group = tuple(dist.get_process_group_ranks(operations[0].group))
-        at_once = [("send" if op.op is send else "receive", op.peer) for op in operations]
-        device.messages.append((group, at_once))
-        return [Work() for _ in operations]
-
-    def ends_at_once(*_: Any, **__: Any) -> Work:
-        return Work()
-
-    send, receive = alone("send"), alone("receive")
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (dist, "isend", send), (dist, "irecv", receive), (dist, "batch_isend_irecv", batch),
-            (dist, "P2POp", lambda *given: SimpleNamespace(**dict(zip(P2P, given, strict=True)))),
-            *((dist, n, ends_at_once) for n in ("all_reduce", "broadcast", "reduce", "all_to_all_single")),
-            *((communicator, n, ends_at_once) for n in ("_native_all_gather", "_native_reduce_scatter")),
-        ):  # fmt: skip
-            stack.enter_context(patch.object(owner, name, value))
-        yield
-
-
-@contextlib.contextmanager
-def no_triton(device: FakeDevice) -> Iterator[None]:
-    """Launches of Triton kernels are counted, and their tensors must be on the device."""
-
-    def launched(kernel: Any, grid: Any, *args: Any, **_: Any) -> None:
-        name = kernel.fn.__name__
-        on_host = [x for x in args if isinstance(x, Tensor) and not x.is_cuda]
-        assert not on_host, f"{name} gets a tensor of the host at {here()}"
-        device.counts.triton[name] += 0 not in grid
-
-    with ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("colossal_lite.kernels.") and callable(getattr(module, "launch", None)):
-                stack.enter_context(patch.object(module, "launch", launched))
-        yield
-
-
-def unbatched(
-    self: Any, outgoing: Any, incoming: Any, tag: str, *, of_all: bool = False
-) -> tuple[list[Any], Any]:
-    """An exchange as gloo would take it: each send, then each receive."""
-    works = [dist.isend(x, dst=self._ranks[to], group=self._group) for to, x in outgoing.items()]
-    works += [dist.irecv(x, src=self._ranks[source], group=self._group) for source, x in incoming.items()]
-    return works, lambda: None
-
-
-def host_tensor() -> Any:
-    """A forward that adds a tensor of the host."""
-    from colossal_lite.models.gpt import Block
-
-    plain = Block.feed
-    return patch.object(Block, "feed", lambda self, x: plain(self, x) + torch.ones(x.shape[-1]))
-
-
-def read_number() -> Any:
-    """A step that reads its loss before backward."""
-    from colossal_lite.engine.step_totals import LocalSums
-
-    plain = LocalSums.add
-    return patch.object(
-        LocalSums, "add", lambda self, loss, weight: plain(self, loss * (loss.item() == 1), weight)
-    )
-
-
-def pageable_batch() -> Any:
-    """A batch that is copied as it lies on the host."""
-    return patch.object(Tensor, "pin_memory", lambda x: x)
-
-
-def exchange_in_turn() -> Any:
-    from colossal_lite.distributed.communicator import TorchTransport
-
-    return patch.object(TorchTransport, "exchange", unbatched)
-
-
-FAULTS: dict[str, Any] = {
-    "none": ExitStack, "host tensor": host_tensor, "read number": read_number, "pageable batch": pageable_batch,
-    "exchange in turn": exchange_in_turn,
-}  # fmt: skip
-
-
-def stuck(logs: dict[int, list[Any]]) -> dict[int, Any]:
-    """What each rank's queue waits for at the end, by rank; empty if all was matched.
-
-    `logs`: of each rank of one group, what it posts there, as `FakeDevice.messages`.  NCCL has one queue for each
-    group: a send and its receive meet when both are in the first batch of their queues.
-    """
-    queues = {rank: [[tuple(one) for one in at_once] for _, at_once in log] for rank, log in logs.items()}
-    while True:
-        heads = {rank: queue[0] for rank, queue in queues.items() if queue}
-        meeting = [
-            (source, to)
-            for source, head in heads.items()
-            for kind, to in head
-            if kind == "send" and ("receive", source) in heads.get(to, [])
-        ]
-        if not meeting:
-            return heads
-        source, to = meeting[0]
-        heads[source].remove(("send", to))
-        heads[to].remove(("receive", source))
-        queues = {rank: queue if not queue or queue[0] else queue[1:] for rank, queue in queues.items()}
-
-
-def main(cases: str) -> None:
-    """Print a row for each case of a JSON file."""
-    import colossal_lite.engine.initialize  # noqa: F401  (before torch is patched)
-
-    for name, case in json.loads(Path(cases).read_text()).items():
-        with cuda() as device:
-            try:
-                row = on_a_rank(device, case)
-            except Exception as error:
-                traceback.print_exc()
-                row = dict(error=f"{type(error).__name__}: {error}")
-        print("ROW " + json.dumps({"name": name} | row), flush=True)

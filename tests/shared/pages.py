@@ -10,6 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+MOST_WORDS = 30
+"""In a sentence that a user reads."""
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -71,7 +73,8 @@ def anchor_of(title: str) -> str:
 
 
 def sentences(prose: str) -> Iterator[str]:
-    """The sentences of a page: of paragraphs, list items and cells of tables. Code counts as one word each."""
+    """The sentences of paragraphs, list items and cells of tables. A stop, `!` or `?` ends one; a colon or a semicolon
+    does not. Code counts as one word each."""
     prose = re.sub(r"`[^`]+`", "CODE", prose)
     prose = re.sub(r"!?\[([^\]]*)\]\([^)\s]+\)", r"\1", prose)
     for block in re.split(r"\n\s*\n", prose):
@@ -87,8 +90,13 @@ def sentences(prose: str) -> Iterator[str]:
             else:
                 parts[-1] += " " + line
         for part in parts:
-            yield from (found for each in re.split(r"(?<=[.!?:])\s+", part) if (found := each.strip()))
+            ends = re.split(r"(?<=[.!?])[\"')*]*\s+", part)
+            yield from (found for each in ends if (found := each.strip()))
 
 
 def words(sentence: str) -> int:
     return len(re.findall(r"\w[\w'.,/%-]*", sentence))
+
+
+def long_sentences(prose: str, most: int = MOST_WORDS) -> list[str]:
+    return [f"{n} words: {each}" for each in sentences(prose) if (n := words(each)) > most]

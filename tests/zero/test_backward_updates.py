@@ -226,7 +226,8 @@ def test_a_rank_that_lacks_a_gradient_waits_for_what_the_others_say_of_it(stage:
     assert same_bits(run_world(branching, 2, stage, "backward"), run_world(branching, 2, stage, "step"))
 
 
-def own_loop(env: RankEnv, case: Case, counts: bool) -> Any:
+def own_loop(env: RankEnv, case: Case, counts: bool, skipped: int = -1) -> Any:
+    """`skipped`: a step without a label that counts."""
     parts = case.config.get("gradient_accumulation", 1)
     with env.launch(case.full_config) as context:
         engine, steps = start(case, context), []
@@ -234,11 +235,14 @@ def own_loop(env: RankEnv, case: Case, counts: bool) -> Any:
         for number in range(case.steps):
             for part in range(parts):
                 inputs, labels = (part[cut] for part in case.batch(parts * number + part))
-                loss = nn.functional.cross_entropy(engine(inputs).float().flatten(0, 1), labels.flatten())
-                engine.backward(loss, int((labels != -100).sum()) if counts else None)
+                labels = torch.full_like(labels, -100) if number == skipped else labels
+                logits, count = engine(inputs).float().flatten(0, 1), int((labels != -100).sum())
+                total = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+                engine.backward(total / max(count, 1), count if counts else None)
             result = engine.step()
+            assert result.skipped == (number == skipped)
             steps.append(
-                (float(result.loss), result.grad_norm, result.lr, result.skipped, engine.full_state_dict())
+                (str(result.loss), result.grad_norm, result.lr, result.skipped, engine.full_state_dict())
             )
         return steps, engine.full_optimizer_state()
 
@@ -255,6 +259,13 @@ def test_a_loop_of_ones_own_updates_in_its_last_backward_too(stage: int) -> None
     config = ADAMW | dict(zero=dict(stage=stage), precision="bf16", gradient_accumulation=2)
     case = replace(CASE, config=config)
     assert same_bits(run_world(own_loop, 2, within(case), True), run_world(own_loop, 2, case, True))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loop_of_ones_own_skips_a_step_without_labels_in_backward_too(stage: int) -> None:
+    config = ADAMW | dict(zero=dict(stage=stage), precision="bf16", gradient_accumulation=2)
+    case = replace(CASE, config=config)
+    assert same_bits(run_world(own_loop, 2, within(case), True, 1), run_world(own_loop, 2, case, True, 1))
 
 
 def miscounted(env: RankEnv, case: Case) -> list[str]:

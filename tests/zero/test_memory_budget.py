@@ -860,6 +860,17 @@ def advice(env: RankEnv, case: Case, memory: dict[str, Any], samples: int, chang
     return ""
 
 
+def test_advice_cuts_no_micro_batch_that_a_grid_cannot_cut() -> None:
+    """Under the least budget no number of micro-batches is enough; each that is tried has to divide over the rows."""
+    case = replace(ADVISED, layers=2, config=dict(optimizer=ADAMW), world_size=4, tensor=4, mode="2d")
+    memory: dict[str, Any] = dict(placement="auto", device_budget=1)
+    least = needed(run_world(advice, 4, case, memory, 8, {})[0])
+    (text, *others) = run_world(advice, 4, case, memory | dict(device_budget=least + 1), 8, {})
+    assert needed(text) > least and others == [text] * 3
+    legal = dict(placement="auto", device_budget=needed(text))
+    assert run_world(advice, 4, case, legal, 8, {}) == [""] * 4
+
+
 ADVICE_ROWS = [
     dict(stage=1, placement="device", samples=9, short=0.9),
     dict(stage=2, placement="auto", samples=9, short=0.4),
