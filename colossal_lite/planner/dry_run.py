@@ -424,7 +424,7 @@ class _FlashAttention(TorchFunctionMode):
         if func in _READS and args[0].is_meta:
             raise ValuesError(
                 f"plan: the model's forward reads a value ({func.__name__} of {tuple(args[0].shape)}), which a run "
-                f"without tensors does not have; legal: a forward whose course depends on shapes alone (one of Hugging "
+                f"without tensors does not have. Legal: a forward whose course depends on shapes alone (one of Hugging "
                 f"Face's does with config.use_cache=True)"
             )
         if func is F.scaled_dot_product_attention:

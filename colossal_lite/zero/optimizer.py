@@ -134,14 +134,9 @@ class ChunkOptimizer(OptimizerState):
             self._mix = replace(self._mix, ahead_down=0, early=False)
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
-            on_disk: Collection[int] | None = range(len(self._chunks)) if placement == "disk" else None
-            if placement == "host" and host_room is not None:
-                sizes = {i: size for i in range(len(self._chunks)) if (size := self.record_bytes(i))}
-                updated = self._mix.on_host & {*sizes}
-                on_disk = spilled(sizes, host_room - updating_bytes(self._chunks, updated, self._mix))
             self.tiers = OffloadedOptimizerStates(
                 self._chunks, forms, timeout_s, speeds, records,
-                mix=self._mix, on_disk=on_disk, open_file=open_file, shares=shares,
+                mix=self._mix, on_disk=self._on_disk(placement, host_room), open_file=open_file, shares=shares,
             )  # fmt: skip
         self.host_updates: HostUpdates | None = None
         """Updates on the host; None if there are none."""
@@ -173,6 +168,16 @@ class ChunkOptimizer(OptimizerState):
         self._same: Tensor | None = None
         """Whether the first update of the last step changed nothing, where the host has not waited to know."""
         self._doubts = False
+
+    def _on_disk(self, placement: str, host_room: int | None) -> Collection[int] | None:
+        """The chunks with state on disk: all, those for which the host has no room, or None without a disk."""
+        if placement == "disk":
+            return range(len(self._chunks))
+        if placement != "host" or host_room is None:
+            return None
+        sizes = {i: size for i in range(len(self._chunks)) if (size := self.record_bytes(i))}
+        updated = self._mix.on_host & {*sizes}
+        return spilled(sizes, host_room - updating_bytes(self._chunks, updated, self._mix))
 
     def _work(self) -> UpdateBytes:
         """What updates read and write, an element on average."""
