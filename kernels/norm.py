@@ -9,8 +9,9 @@ Note on the Triton path: forward keeps s, mean and rstd (8 bytes a row).  Let n 
 weight.  Then ds = rstd (g - mean(g) - n mean(g n)) plus the gradient of s from the residual stream.  ds is also the
 residual's gradient; dropout of it, by the same mask, is the gradient of x.  Weight gradients are sums over rows: each
 of a fixed number of programs keeps one float32 row, and a second pass adds these.  There are no atomics, so the bits
-are always the same.  Rows up to 8192 (forward 16384) lie in registers whole; wider ones are read tile by tile, twice (a
-register-resident backward spills from 16384 on; 8 T D bytes become 12 T D, mostly out of the second-level cache).
+are always the same.  Rows up to 8192 (forward 16384) lie in registers whole.  Wider ones are read tile by tile, twice:
+a register-resident backward spills from 16384 on.  Then 8 T D bytes become 12 T D, mostly out of the second-level
+cache.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@ as 1, 2, 3").
 
 Note: a draw is a pure function of a key and a counter, so no stream has a state. A rank computes the bits of any
 slice of a weight or of a dropout mask alone.  Two counter maps are used.
-Initial values, by Philox-4x64: elements 8 c to 8 c + 7 of a tensor take the eight halves of the words of counter c,
+Initial values are of Philox-4x64.  Elements 8 c to 8 c + 7 of a tensor take the eight halves of the words of counter c,
 the lower half of each word first.  NumPy has this generator in C, for counters that follow each other.
-Dropout, by Philox-4x32: feature f of one token takes word f % 4 of counter (step, sample, position, f // 4), where
-sample and position are the token's place in the *global* batch; hence the mask is the same on every mesh and for every
-number of micro-batches.  32-bit words are held in int64 tensors (torch multiplies no uint32), products wrap modulo
+Dropout is of Philox-4x32.  Feature f of one token takes word f % 4 of counter (step, sample, position, f // 4).  Sample
+and position are the token's place in the *global* batch.  So the mask is the same on every mesh and for every number of
+micro-batches.  32-bit words are held in int64 tensors (torch multiplies no uint32), products wrap modulo
 2**64.  Rounds one and two see only rows or only columns of a mask and cost next to nothing.
 All runs in blocks that stay in the second-level cache.
 `normal` uses +, -, * and / alone.  A library's log, cos or even sqrt differs in the last bit: between the vector body
@@ -277,8 +277,8 @@ class Draws:
 
 
 def round_by(wide: Tensor, noise: Tensor, out: Tensor) -> None:
-    """`wide` float32 [n] to one of the two neighbours in `out` bf16 [n]: away from zero with the probability of the
-    distance to the other, by `noise` [n] int32 in [0, 2**16); the mean over all noise is `wide`."""
+    """Rounds `wide` float32 [n] to one of the two neighbours in `out` bf16 [n], by `noise` [n] int32 in [0, 2**16). The
+    probability of away from zero is the distance to the other. The mean over all noise is `wide`."""
     bits = wide.view(torch.int32).add(noise).bitwise_right_shift_(16)
     out.view(torch.int16).copy_(bits)
 

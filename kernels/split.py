@@ -4,8 +4,9 @@
     residual = distance as int16                   tie = (distance == 2**15)
 
 Note: 16 bits and one.
-The high half has the bits that a model sees beside a float32 master, so it costs nothing extra; the rest is kept apart,
-and the update reads and writes both: 2 1/8 bytes a parameter in the place of 4, and not a bit differs.  Rounded to
+The high half has the bits that a model sees beside a float32 master, so it costs nothing extra.  The rest is kept
+apart, and the update reads and writes both.  It takes 2 1/8 bytes a parameter in the place of 4, and not a bit differs.
+Rounded to
 nearest even, an even half stands for 65,537 masters, both ties among them, and an odd one for 65,535. So 16 bits are
 one value too few: distances go from -2**15 to 2**15.  The bit that tells the two ends apart is in a map, eight elements
 to a byte.  Rounding ties up would need none: `high` and `residual` are then the halves of bits(p) + 2**15. But the

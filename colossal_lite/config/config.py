@@ -175,6 +175,13 @@ class Config(Settings):
         config._origins = {**self._origins, **{f"{section}.{name}": "derived" for name in values}}
         return config
 
+    def settled(self, section: str, **values: object) -> Config:
+        """As `derived`, with values that `load` of the result keeps."""
+        config = self.derived(section, **values)
+        given = self._given or {}
+        config._given = {**given, section: {**given.get(section, {}), **values}}
+        return config
+
     def check_model(self, facts: ModelFacts) -> None:
         """Raises ConfigError with every rule that a model of these sizes breaks."""
         refuse(model_problems(self.parallel, facts))

@@ -168,8 +168,8 @@ class MemoryConfig(Section):
     @property
     def sends_gradients_early(self) -> bool:
         """Whether gradients for host updates are copied down in backward. All of them then need host memory at once, so
-        this is off beside host_budget and where a plan counts the bytes."""
-        return self.placement == "host" and self.host_budget is None
+        this is off beside host_budget."""
+        return self.host_budget is None
 
     @property
     def spills_to_disk(self) -> bool:

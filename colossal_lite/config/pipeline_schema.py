@@ -76,7 +76,7 @@ class PipelineConfig(BaseModel):
         if samples == 0:
             raise ValueError(
                 f"micro_batches={self.micro_batches}: a part of the batch has no samples on a data rank, and each "
-                f"micro-batch needs one; use at least {self.micro_batches} samples for each data rank and accumulated "
+                f"micro-batch needs one. Use at least {self.micro_batches} samples for each data rank and accumulated "
                 f"part, or micro_batches=None, which skips empty parts"
             )
         if samples < self.micro_batches:

@@ -20,8 +20,9 @@ from colossal_lite.memory.transfers import sent
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments for the model and the labels. `samples` [B] indexes the step's global batch; `positions` [T] the whole
-    sequence, None where all of it is here; `tokens`: of the whole sequence without its padding, None if it has none."""
+    """Arguments for the model and the labels. `samples` [B] indexes the step's global batch. `positions` [T] indexes
+    the whole sequence; None: all of it is here. `tokens`: of the whole sequence without its padding, None if it has
+    none."""
 
     args: tuple[Tensor, ...]
     kwargs: Mapping[str, Tensor]
@@ -61,8 +62,8 @@ class Batch:
         yield
         if changed := [name for name, x in tensors.items() if x._version != before[name]]:
             raise ValueError(
-                f"model: its forward changes {changed[0]} of the batch in place, so that whoever reads the batch again "
-                f"has another; legal: a new tensor, such as x = x + 1 in the place of x += 1"
+                f"model: its forward changes {changed[0]} of the batch in place. Whoever reads the batch again has "
+                f"another; legal: a new tensor, such as x = x + 1 in the place of x += 1"
             )
 
     def without_padding(self, x: Tensor) -> Tensor:

@@ -18,8 +18,10 @@ from colossal_lite.memory.transfers import to_host
 
 
 def dataset_facts(dataset: Any, length: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values that are equal where datasets, and the `settings` of their loaders, are: a checksum of the first,
-    middle and last sample, or None for one that is drawn anew at each read; without a length, of the first."""
+    """Plain values that are equal where datasets, and the `settings` of their loaders, are.
+
+    They are checksums of the first, middle and last sample; without a length, of the first. A sample that is drawn anew
+    at each read has None."""
     if length is None:
         reads = {"0": [_checksum(next(iter(dataset), None)) for _ in range(2)]}
     else:

@@ -112,8 +112,8 @@ class Place:
 class Loader(ABC):
     """Batches of one data coordinate; `for batch in loader` ends with the epoch; the next goes on from there.
 
-    `loader.samples` counts the samples of all ranks that have been handed out: give it as `start` to go on
-    from there, with any number of ranks and any number of workers. `loader.take(k)` yields k batches across
+    `loader.samples` counts the samples of all ranks that have been handed out. Give it as `start` to go on
+    from there, with any number of ranks and of workers. `loader.take(k)` yields k batches across
     as many epochs as it takes. `len(loader)` is the number of batches left in the epoch.
     """
 

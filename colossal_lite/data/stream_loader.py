@@ -132,7 +132,7 @@ class StreamLoader(Loader):
         if self._length not in (0, length):
             raise ValueError(
                 f"dataset: pass {self._epoch} of {name} ended after {length} samples, and an earlier one after "
-                f"{self._length}; legal: the same number in each, so that a run can go on from a number of samples"
+                f"{self._length}. A run goes on from a number of samples; legal: the same number in each pass"
             )
         self._length, self._live = length, None
         self._epoch, self._begun = self._epoch + 1, self._begun + self._samples_of(length)

@@ -63,8 +63,8 @@ def join(x: Tensor, comm: Communicator, dim: int) -> Tensor:
 
 
 def tokens_to_heads(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
-    """Tensors [B, t, H_i, K] of this rank's tokens to [B, n t, H_i / n, K]: its heads of all ranks' tokens, in rank
-    order; one exchange for all of them. Raises ValueError for heads that do not divide."""
+    """Exchanges tensors [B, t, H_i, K] of this rank's tokens for [B, n t, H_i / n, K]: its heads of all ranks' tokens,
+    in rank order. One exchange serves all tensors. Raises ValueError for heads that do not divide."""
     for x in tensors:
         _check_divides(x, comm, 2)
     if comm.size == 1:

@@ -3,9 +3,9 @@
 Note: the communicator.
 A `Communicator` is one rank's end of one group of the mesh.  Every collective of the project is a method of it, so
 - the **ledger** counts all calls and *logical payload* bytes per (operation, axis), as a paper would.  Payload is the
-  full tensor of the operation (all-reduce: the buffer; all-gather: the gathered output; reduce-scatter: the unreduced
-  input; broadcast, reduce, send: the buffer; all-to-all: the local buffer), whatever the backend sends.  A group of
-  one rank makes no call and counts nothing;
+  full tensor of the operation, whatever the backend sends.  For all-gather it is the gathered output, for
+  reduce-scatter the unreduced input, for all-to-all the local buffer, for every other operation the buffer.  A group
+  of one rank makes no call and counts nothing;
 - a **recording** communicator has the same methods and no peers.  It counts and returns at once, so a rank of any world
   runs on meta tensors in one process.  Its `PendingCollective` holds the tensors of a real exchange, also those that
   receive.  So a meter sees a real step's bytes;

@@ -3,8 +3,8 @@
 Note: errors that one rank meets alone.
 A call of the engine that raises leaves the other ranks waiting.  `raised` counts such calls.  Where every rank has
 raised equally often, all have given up alike, and no rank waits in vain.  A rank that has raised more often than
-another lets it wait, until it goes on (`went_on`): with the next call, if no collective of the failed one had begun;
-else when a later call has succeeded.
+another lets it wait, until it goes on (`went_on`).  It goes on with the next call, if no collective of the failed one
+had begun.  Else it does when a later call has succeeded.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ first on the board, so all ranks end with one cause.
 Note: waits for a device.
 A wait for a collective of NCCL returns at once, and so none times out.  The host waits where it reads numbers
 (`Communicator.numbers`).  If that has no end within `timeout_s`, this thread asks the others which collective they have
-not come to, says so, and ends the wait by aborting the groups: before NCCL's own watchdog would end the process.
+not come to, and says so.  It ends the wait by aborting the groups, before NCCL's own watchdog would end the process.
 
 Note: a lost store or launcher.
 A rank whose launcher has ended, or whose store has, can neither save nor learn anything.  Its thread says so, ends

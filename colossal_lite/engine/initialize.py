@@ -226,13 +226,13 @@ def _check_whole_sequences(module: nn.Module, context: Context) -> None:
     if pipeline.is_staged and pipeline.size == 1:
         raise ValueError(
             f"parallel.pipeline.stages_per_rank={pipeline.stages_per_rank} with parallel.sequence={size}: the code of "
-            f"{kind} is shown whole sequences (docs/sequences.md), which is not built beside it; legal: one of the "
+            f"{kind} is shown whole sequences (docs/sequences.md), which is not built beside it. Legal: one of the "
             f"two, {legal}"
         )
     if config.zero.stage == 3 and config.activation_checkpoint != "none":
         raise ValueError(
             f"activation_checkpoint={config.activation_checkpoint!r} with zero.stage=3 and parallel.sequence={size}: "
-            f"the code of {kind} would be run again on a part of a sequence; legal: one of the three less, {legal}"
+            f"the code of {kind} would be run again on a part of a sequence. Legal: one of the three less, {legal}"
         )
 
 
@@ -409,7 +409,7 @@ def _forecast_batch(
         if not trains and context.config.parallel.pipeline.is_staged:
             return None  # `plan` has no evaluation of a pipeline
         try:
-            config = Config.load(context.config, changes).derived("memory", update_on=found.memory.update_on)
+            config = Config.load(context.config, changes).settled("memory", update_on=found.memory.update_on)
             with torch.enable_grad():  # an evaluation may ask
                 made = plan_of(
                     config, again, batch=samples * mesh.size("data"), sequence=tokens, layers=layers,

@@ -198,7 +198,7 @@ def _batch_fault(told: Sequence[Mapping[str, Any]]) -> str:
                 name = next(name for name in one if one[name] != other.get(name))
                 return (
                     f"batch: ranks {first} and {rank} train one replica on different samples: {name} is "
-                    f"{_shown(one[name])} on rank {first} and {_shown(other.get(name))} on rank {rank}; nothing was "
+                    f"{_shown(one[name])} on rank {first} and {_shown(other.get(name))} on rank {rank}. Nothing was "
                     f"updated; legal: the same batch on all ranks of a data coordinate. Take it from "
                     f"context.dataloader, or from a sampler with one seed, cut by context.mesh.coord('data') of "
                     f"context.mesh.size('data')"
@@ -220,13 +220,13 @@ def _buffer_fault(told: Sequence[Mapping[str, Any]], cuts: Sequence[str]) -> str
             if cuts:
                 return (
                     f"model: its forward changes the buffer {name}, and {' and '.join(cuts)} would change it more "
-                    f"often than one run of the whole batch; nothing was updated; legal: without these settings, or a "
+                    f"often than one run of the whole batch. Nothing was updated; legal: without these settings, or a "
                     f"model that changes no buffer"
                 )
             if row["buffers"].get(name) != told[first]["buffers"].get(name):
                 return (
                     f"model: its forward changes the buffer {name}, which is another on rank {rank} than on rank "
-                    f"{first}, as each rank has a part of the batch; nothing was updated; legal: a model whose buffers "
+                    f"{first}, as each rank has a part of the batch. Nothing was updated; legal: a model whose buffers "
                     f"do not depend on the batch, or one rank"
                 )
     return ""

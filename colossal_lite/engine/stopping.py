@@ -123,7 +123,7 @@ def worker_died(
         return None
     text = (
         f"stopped by {signals.name} after step {step}: NOT SAVED: the signal has ended a worker of a DataLoader, "
-        f"and the loop waits for its batch ({text.splitlines()[0]}); legal: context.dataloader(...), which takes that "
+        f"and the loop waits for its batch ({text.splitlines()[0]}). Legal: context.dataloader(...), which takes that "
         f"loader too and shields its workers, or forked workers"
     )
     if speaks:

@@ -158,6 +158,6 @@ def _refuse_further_backward(config: Config) -> None:
     if config.optimizer.update_when == "backward":
         raise ValueError(
             f"backward: a further call before step, and optimizer.update_when='backward' has updated the weights in "
-            f"the one before; legal: 'step', or gradient_accumulation, now {config.gradient_accumulation}, as large as "
+            f"the one before. Legal: 'step', or gradient_accumulation, now {config.gradient_accumulation}, as large as "
             f"the calls of a step"
         )

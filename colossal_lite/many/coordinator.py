@@ -3,7 +3,7 @@
 Note: what is written when.
 A decision is in the journal, on disk, before it is sent.  A task's numbers do not depend on the journal: they come from
 its checkpoint alone.  So after a kill the journal says which tasks have failed or were stopped, and which rungs are
-decided; the steps that each task has made are those of its newest checkpoint.
+decided.  The steps that each task has made are those of its newest checkpoint.
 """
 
 from __future__ import annotations

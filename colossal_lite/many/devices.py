@@ -108,8 +108,8 @@ class OwnDevice:
 
 def _not_sent(error: Exception) -> ValueError:
     return ValueError(
-        f"tasks: they cannot be sent to the process that trains them: {error}; legal: functions of a module or of the "
-        f"script (no lambda, no function within another), functools.partial of those; data that can be pickled"
+        f"tasks: they cannot be sent to the process that trains them: {error}. Legal: functions of a module or of the "
+        f"script (no lambda, no function within another), functools.partial of those, and data that can be pickled"
     )
 
 

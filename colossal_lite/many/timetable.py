@@ -1,7 +1,7 @@
 """Lists what each device loads and computes for many jobs, and checks and times such lists.
 
 Note: the language.
-`FETCH a#3.0` loads part 0 of step 3 of task a: what is there after 3 steps.  `RUN a#3.0` computes it.  `EVICT a#4`
+`FETCH a#3.0` loads part 0 of step 3 of task a, as 3 steps left it.  `RUN a#3.0` computes it.  `EVICT a#4`
 writes a job of one part back, after 4 steps, and frees its place.  Jobs of several parts write back as they compute.
 A device runs its list in order: a FETCH waits for the RUN listed before it, and is beside the RUN listed after it.
 Across devices an action waits for what it needs: the part before it, and the write that it reads.

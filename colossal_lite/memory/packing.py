@@ -10,8 +10,8 @@ has the same bits for any chunk size.  Then it is `SHARD_BLOCK_NUMEL`, and no sh
 result is plain data, the same on every rank.  No byte is moved here.
 
 Only alignment wastes memory.  With 64 elements a shard it is under 1 % for all sizes of GPT-2, up to 512 ranks.  By
-blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on average: under 1 % up to 32 ranks at
-124 million, up to 128 at 1.3 thousand million.  Equal shards of full blocks allow no less.
+blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on average.  So it is under 1 % up to 32
+ranks at 124 million, up to 128 at 1.3 thousand million.  Equal shards of full blocks allow no less.
 """
 
 from __future__ import annotations

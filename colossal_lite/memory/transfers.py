@@ -71,8 +71,8 @@ def buffers_to_device(module: nn.Module, device: torch.device) -> None:
 class Buffers:
     """Lends equal buffers that transfers fill and empty, the one given back first is lent first.
 
-    A buffer is in use while it is taken. After that it counts while its last transfer is the last of its link: a link
-    copies one after the other, so earlier transfers are done, or the plan would make it wait.
+    A buffer is in use while it is taken. After that it counts while its last transfer is the last of its link. A link
+    copies one after the other. So earlier transfers are done, or the plan would make it wait.
     """
 
     def __init__(self, buffers: Iterable[Tensor]) -> None:

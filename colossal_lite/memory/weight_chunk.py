@@ -255,8 +255,8 @@ class WeightChunk:
         if self.local_shard.is_meta and not self.device.type == "meta":
             names = ", ".join(entry.name for entry in self.spec.entries[:3])
             raise ValueError(
-                f"model: the weights {names} are read between the last backward of a step and their update; the device "
-                f"has gradients in their place then (memory.placement); legal: reads after step or zero_grad; as many "
+                f"model: the weights {names} are read between the last backward of a step and their update. The device "
+                f"has gradients in their place then (memory.placement). Legal: reads after step or zero_grad; as many "
                 f"backwards a step as gradient_accumulation says; modules in the order of the first step"
             )
         self.move_weights(WeightState.GATHERING)

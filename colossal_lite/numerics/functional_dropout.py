@@ -73,7 +73,7 @@ class FunctionalDropout(TorchFunctionMode):
         if self._again is not None:
             return self._rows[self._again]
         raise ValueError(
-            "dropout: no module of the model calls it, so its mask has no name; legal: a call in the forward of a "
+            "dropout: no module of the model calls it, so its mask has no name. Legal: a call in the forward of a "
             "module that is called, and activation_checkpoint instead of a checkpoint of the model's own"
         )
 

@@ -119,7 +119,7 @@ class DropoutStreams:
         if not self._is_open:
             raise ValueError(
                 f"{name or 'model'}: a dropout outside the forward pass of a step, such as in a checkpoint of the "
-                f"model's own: its mask would be another; legal: activation_checkpoint, which draws the same masks "
+                f"model's own. Its mask would be another; legal: activation_checkpoint, which draws the same masks "
                 f"again, engine(x), or the model in eval()"
             )
         call = self._calls.get(name, 0)
@@ -300,8 +300,8 @@ class _Recorder(TorchDispatchMode):
         recipe = self._recipe(parameter)
         if recipe is None or recipe.numel != parameter.numel():
             raise InitialiserError(
-                f"parameter {name}: its values come from an operation that cannot be replayed shard by shard; "
-                f"make it with torch.empty, zeros, ones, full, rand or randn and initialise it in place with "
+                f"parameter {name}: its values come from an operation that cannot be replayed shard by shard. "
+                f"Make it with torch.empty, zeros, ones, full, rand or randn and initialise it in place with "
                 f"{', '.join(sorted({kind for kind, _ in _RECORDED.values()}))}; {WHOLE}"
             )
         meta = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)

@@ -95,6 +95,8 @@ class HostUpdates:
         """Update these chunks on the host from now on, and allocate their slots. No copy may be in flight."""
         self.crossings = {index: crossing_of(self._chunks[index]) for index in sorted(on_host)}
         self._gradients = self._both = self._written = Buffers(())  # the old ones go first
+        self._came.clear()
+        self._leaving.clear()
         self.host_bytes = 0
         down, two_ways, up = _slots_of(self._mix)
         if not self.crossings:

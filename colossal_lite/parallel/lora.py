@@ -95,7 +95,7 @@ def read_adapter(name: str, wrapper: nn.Module, roles: Mapping[str, Role]) -> Ad
         if not (is_down or (is_up and len(up) < len(down))):
             return (
                 f"{name}.{path} has shape {list(shape)}; legal in an adapter of a linear from {inputs} to {outputs} "
-                f"are pairs of factors [r, {inputs}], [{outputs}, r] in this order, with r below both, and nothing else"
+                f"are pairs of factors [r, {inputs}], [{outputs}, r] alone. They have this order, and r is below both"
             )
         (down if is_down else up).append(f"{name}.{path}")
     if len(down) != len(up) or not down:
@@ -104,8 +104,8 @@ def read_adapter(name: str, wrapper: nn.Module, roles: Mapping[str, Role]) -> Ad
 
 
 def rows_on_features(module: Any, rows: Callable[[], Rows], width: int, coord: int) -> Callable[[], Rows]:
-    """Counters of a dropout in the adapter of a `rowwise`: where it sees `width` features of the base's input, they are
-    those of part `coord`; the output of `down` is not cut."""
+    """Counters of a dropout in the adapter of a `rowwise`. Where it sees `width` features of the base's input, they are
+    those of part `coord`. The output of `down` is not cut."""
     seen = 0
 
     def look(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -21,8 +21,8 @@ from colossal_lite.parallel.tensor_modes import TensorStrategy
 Criterion = Callable[[Tensor, Tensor], Any]
 LAST_ONLY = (
     "model: logits {shape} of one position for labels {labels}: the model gives those of the last position only, as it "
-    "was called without labels; legal: cl.initialize(..., criterion='model'), which hands them to it and trains on the "
-    "loss that it gives; or a forward that gives the logits of all positions"
+    "was called without labels. Legal: cl.initialize(..., criterion='model'), which hands them to it and trains on the "
+    "loss that it gives, or a forward that gives the logits of all positions"
 )
 
 
@@ -153,6 +153,6 @@ def refuse_means(outputs: Any, model: str) -> None:
     if found is not None:
         raise ValueError(
             f"model: the outputs of {model} carry an aux_loss, a mean to which the parts of a "
-            f"batch do not add up; legal: a model that gives none (output_router_logits=False), and emits its own "
+            f"batch do not add up. Legal: a model that gives none (output_router_logits=False), and emits its own "
             f"by colossal_lite.AuxiliaryLoss"
         )

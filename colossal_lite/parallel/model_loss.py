@@ -141,7 +141,7 @@ def check_labels_optional(model: nn.Module) -> None:
         name = required[0]
         raise ModelLossError(
             f"model: {type(model).__name__}.forward{signature(model.forward)} requires {name}, and a model gets the "
-            f"inputs; legal: {name}=None in its signature; with it, criterion='model' trains on the loss that forward "
+            f"inputs; legal: {name}=None in its signature. With it, criterion='model' trains on the loss that forward "
             f"gives, and criterion=None on its logits"
         )
 
@@ -203,7 +203,7 @@ class _Trial:
         first[:, 0] = (first[:, 0] + 1) % int(self.labels.max() + 1)
         if self.run(first)[0] == whole[0]:
             raise ModelLossError(
-                f"{self.what} does not read the first label of a sample: it shifts labels itself, and those of a batch "
+                f"{self.what} does not read the first label of a sample: it shifts labels itself. Those of a batch "
                 f"are shifted already; legal: criterion=None, which trains on the model's logits"
             )
         return next((label for label in IGNORED_BY_MODELS if self._passes_over(label)), None)

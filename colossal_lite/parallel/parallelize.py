@@ -102,8 +102,8 @@ def parallelize(
     `streams` gives dropout masks that do not depend on the mesh; without it dropout is torch's own.  `criterion`: the
     model's own code reads its logits, which are whole then.  `compiled`: torch.compile works here, and ops that gain
     from it may be its work.
-    Raises ValueError before anything is changed: for a plan that leaves a parameter out, for sizes that the axis does
-    not divide; for a sequence axis under a model of unknown attention.
+    Raises ValueError before anything is changed: for a plan that leaves a parameter out, and for sizes that the axis
+    does not divide. It also raises for a sequence axis under a model of unknown attention.
     """
     _check_sequence(module, mesh, sequence_mode, criterion, compiled)
     auxiliary, emitting, facts = AuxiliaryLosses(), modules_of(module), facts_of(module)
@@ -222,8 +222,8 @@ def _check_sequence(
         if settings := settings + ["compile='block'"] * compiled:
             raise ValueError(
                 f"{' and '.join(settings)} with parallel.sequence={mesh.size('sequence')}: the code of "
-                f"{type(module).__name__} is shown whole sequences (docs/sequences.md), which is not built beside it; "
-                f"legal: one of the two, models.GPT, or Hugging Face's GPT-2 and Llama without dropout of attention"
+                f"{type(module).__name__} is shown whole sequences (docs/sequences.md), which is not built beside it. "
+                f"Legal: one of the two, models.GPT, or Hugging Face's GPT-2 and Llama without dropout of attention"
             )
     known = known_plan(*_names(module))
     roles = assign_roles(known[1], *_names(module)) if known else roles_by_shape(module)

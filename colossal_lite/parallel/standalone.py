@@ -3,8 +3,8 @@
 Note: what the two functions promise.
 After `parallelize` the module holds this rank's part of every parameter.  It is filled from the full ones (the same on
 every rank: nothing is sent).  Each data rank takes the gradient of its *share* of the loss.  That is the sum over its
-own tokens divided by the number of tokens of all; then a full gradient is the sum over the ranks that its spec names,
-and `finish_gradients` makes that sum: one flat all-reduce for each set of axes and dtype, in float32 or better.
+own tokens divided by the number of tokens of all.  Then a full gradient is the sum over the ranks that its spec names.
+`finish_gradients` makes that sum: one flat all-reduce for each set of axes and dtype, in float32 or better.
 
     layers = cl.parallelize(model, context.mesh)
     total, count = layers.cross_entropy(model(ids), labels)            # logits may be cut over the vocabulary
@@ -72,8 +72,8 @@ def parallelize(
 
     The module has all its values, the same on every rank, on its final device, which decides the kernels.
     Build the optimizer afterwards, from `module.parameters()`.  Raises ValueError before anything is changed: for a
-    plan or sizes that do not fit the mesh, for parameters without values; for modes that cut the batch, and for dropout
-    under tensor parallelism: its masks need counters that only `initialize` gives.
+    plan or sizes that do not fit the mesh, for parameters without values, and for modes that cut the batch. It also
+    raises for dropout under tensor parallelism: its masks need counters that only `initialize` gives.
     """
     if hasattr(module, MEMORY):
         raise ValueError("parallelize: this module is parallel already; build it anew")

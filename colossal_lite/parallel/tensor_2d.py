@@ -1,10 +1,10 @@
 """Shards layers over q x q x depth ranks: 2D (SUMMA, arXiv 2104.05343) and 2.5D (Tesseract, 2105.14500).
 
 Note: 2d.
-Of every activation rank (r, c) holds block r of the batch and block c of the features, [B/q, T, D/q]; of a weight
-[D_out, D_in] block c of the outputs and block r of the inputs: nothing is replicated.  Attention is local: a rank has
-all tokens of its samples and 1/q of the heads.  2.5D cuts the batch further, into `depth` sheets of such grids; weights
-are the same on each sheet, so their gradients are terms of a sum over depth.
+Of every activation rank (r, c) holds block r of the batch and block c of the features, [B/q, T, D/q].  Of a weight
+[D_out, D_in] it holds block c of the outputs and block r of the inputs.  So nothing is replicated.  Attention is
+local: a rank has all tokens of its samples and 1/q of the heads.  2.5D cuts the batch further, into `depth` sheets of
+such grids; weights are the same on each sheet, so their gradients are terms of a sum over depth.
 
 Per linear of k inputs and m outputs, with T tokens a sheet, payload in elements:
     forward     gather of x along the row Tk/q, gather of w along the column km/q

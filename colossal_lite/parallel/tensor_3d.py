@@ -14,8 +14,8 @@ Per linear of k inputs and m outputs, with T tokens, payload in elements, all di
 which is 39 T h + 36 h^2 for a block of 12 h^2 weights.  Colossal-AI keeps the gathered x and w.  That would move 7 T h
 + 12 h^2 less, and hold l times the activations and weights.  Norms add one number a token and statistic (LayerNorm 2,
 RMSNorm 1), forward and backward.  The table is cut as a column-wise linear's weight, V over j and D over k and i.  So a
-tied head is one; the embedding looks all ids up in it, sums over j and exchanges features for samples over i: T h (1 +
-1/l) / l^2 forward and backward, whatever the vocabulary.  The loss never gathers logits.
+tied head is one.  The embedding looks all ids up in it, sums over j and exchanges features for samples over i.  That
+costs T h (1 + 1/l) / l^2 forward and backward, whatever the vocabulary.  The loss never gathers logits.
 
 Biases, norms and positions are cut l times only; their gradients are terms of a sum over the other two axes.
 Where it pays: 64 ranks and more at T/h below 3 (parallel.md 1.3); at 8 ranks 1D moves about as much.

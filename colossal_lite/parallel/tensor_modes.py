@@ -64,8 +64,8 @@ class TensorStrategy(Protocol):
 
 LocalRows = Callable[[str, Callable[..., Rows]], Callable[[], Rows]]
 ModeResult = tuple[TensorStrategy, Mapping[str, ShardSpec], LocalRows, Callable[[str], Share]]
-"""What a mode gives: its strategy, the spec of each parameter, and two functions of a module's name: which rows of the
-counters its dropout sees, and which share of the stream its auxiliary loss sees."""
+"""What a mode gives: its strategy, the spec of each parameter, and two functions of a module's name. They return which
+rows of the counters its dropout sees, and which share of the stream its auxiliary loss sees."""
 
 
 class ModeFile(Protocol):

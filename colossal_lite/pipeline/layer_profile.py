@@ -65,7 +65,7 @@ class Profiler:
         if facts is None and self.example is None:
             raise ValueError(
                 f"parallel.pipeline.partition='profiled': {type(self.module).__name__} states no sizes in a config, so "
-                f"that no batch can be made for it; legal: initialize(..., example=a batch of the run's size), or "
+                f"that no batch can be made for it. Legal: initialize(..., example=a batch of the run's size), or "
                 f"'balanced', 'uniform', the counts of all stages"
             )
         queue = WeightGradStore()

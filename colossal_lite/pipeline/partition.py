@@ -28,9 +28,9 @@ from colossal_lite.schedule.simulator import StageCosts
 class Unit:
     """The smallest part that a stage can begin or end at.
 
-    forward, input, weight: cost of F, I and W of one micro-batch, in seconds or FLOPs; states_bytes:
-    parameters, gradients and optimizer states; saved_bytes: activations kept from F of one micro-batch until
-    its backward.
+    - forward, input, weight: cost of F, I and W of one micro-batch, in seconds or FLOPs
+    - states_bytes: parameters, gradients and optimizer states
+    - saved_bytes: activations kept from F of one micro-batch until its backward
     """
 
     name: str
@@ -175,14 +175,15 @@ def partition(
     cap_bytes: float = inf,
     makespan: Callable[[StageCosts], float] | None = None,
 ) -> Partition:
-    """Cuts units into stages: the slowest stage as fast as can be, equal counts, or the counts that are
-    given.
+    """Cuts units into stages: the slowest stage as fast as can be, equal counts, or the counts that are given.
 
-    live: micro-batches that each stage holds (`held`), one by default; placement: rank of each stage, each its own by
-    default; cap_bytes: memory of a rank. With several stages on a rank each may first use the full cap; if their sum is
-    then too much, the cap is shared equally; makespan: seconds of a step with such costs, by which cuts are compared
-    where ranks have several stages. Raises ValueError for fewer units than stages, and for counts that do not cover the
-    units exactly. It also raises if no cut keeps every rank within the cap.
+    - live: micro-batches that each stage holds (`held`), one by default
+    - placement: rank of each stage, each its own by default
+    - cap_bytes: memory of a rank. Each of its stages may first use it all. If the sum is too much, they share equally
+    - makespan: seconds of a step with such costs, by which cuts are compared where ranks have several stages
+
+    Raises ValueError for fewer units than stages, and for counts that do not cover the units exactly. It also raises if
+    no cut keeps every rank within the cap.
     """
     held_by = (1,) * stages if live is None else tuple(live)
     rank_of = {stage: stage for stage in range(stages)} if placement is None else placement

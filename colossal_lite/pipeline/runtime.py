@@ -1,8 +1,8 @@
 """Executes one rank's list of actions; the plan decides their order.
 
 Note: lifetimes.
-F saves, for a stage and micro-batch, the input leaves and one scalar: the *root* of its graph, a node that passes to
-the outputs the gradients it finds when backward begins.  I leaves what W will run.  So outputs are freed once they are
+F saves, for a stage and micro-batch, the input leaves and one scalar, the *root* of its graph.  This node passes to the
+outputs the gradients it finds when backward begins.  I leaves what W will run.  So outputs are freed once they are
 sent, however long the graph lives.  A received tensor is in a slot.  The RECV takes the slot, and the last I, W or B of
 that stage and micro-batch frees it.  Slots are counted from the plan and allocated once.  SENDs are asynchronous, and
 at most `IN_FLIGHT` of them hold their tensors.  Waiting for the oldest cannot block for ever: the checker has proved
@@ -52,11 +52,13 @@ WORDS = {
 class Work:
     """What the engine does for an action of a stage and micro-batch.
 
-    forward: (stage, micro-batch, what came in) -> what goes out, of the last stage the loss; before_backward: gradients
-    of this stage and micro-batch come now, by B, I or W, and which were deferred until this W;
-    defer_weight_grads: backward inside leaves those of weights for later; forwards_ended: behind the last F of the
-    list; is_empty: nothing of this micro-batch is here, and its forward is passed over; gather: does FETCH, UNSHARD and
-    RESHARD.
+    - forward: (stage, micro-batch, what came in) -> what goes out, of the last stage the loss
+    - before_backward: gradients of this stage and micro-batch come now, by B, I or W, and which were deferred until
+      this W
+    - defer_weight_grads: backward inside leaves those of weights for later
+    - forwards_ended: behind the last F of the list
+    - is_empty: nothing of this micro-batch is here, and its forward is passed over
+    - gather: does FETCH, UNSHARD and RESHARD
     """
 
     forward: Callable[[int, int, Any], Any]
@@ -184,8 +186,8 @@ class Runtime:
     def run(self, plan: Plan, work: Work, shapes: Sequence[Hashable] = (), *, slots: int = 0) -> None:
         """Execute this rank's list of `plan` but for its UPDATEs.
 
-        `slots`: most messages that this rank holds at once in this and in later runs; `shapes`: what the form of a
-        micro-batch's messages follows from, alike on all ranks; forms that are not known yet are agreed, which needs a
+        `slots`: most messages that this rank holds at once in this and in later runs. `shapes`: what the form of a
+        micro-batch's messages follows from, alike on all ranks. Forms that are not known yet are agreed, which needs a
         plan whose RECVs block.
         """
         actions = [action for action in plan[self.comm.coord] if action.kind is not ActionKind.UPDATE]

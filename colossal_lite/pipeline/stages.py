@@ -118,7 +118,7 @@ def lay_out(
 ) -> Stages:  # fmt: skip
     """Assign a full model to the stages of a pipeline; nothing is changed yet.
 
-    `coord`: this rank's on its axis; `sections`: its units, found before its layers were replaced; `measure`: gives
+    `coord`: this rank's on its axis. `sections`: its units, found before its layers were replaced. `measure` gives
     units the costs by which they are balanced, in the place of a formula's. Cuts are compared in a step of four
     micro-batches a rank, if the config does not say. Raises ValueError for a model without units, with fewer units than
     stages, or with a parameter under none of them.
@@ -191,7 +191,7 @@ def check_hooks(model: nn.Module) -> None:
             name = next(name for name, each in model.named_modules() if each is module) or "the model itself"
             raise ValueError(
                 f"parallel.pipeline: a forward or backward hook on {name} ({type(module).__name__}) is not run, or "
-                f"on a part of its work; legal: hooks on modules within its units, such as a block's norm or linears"
+                f"on a part of its work. Legal: hooks on modules within its units, such as a block's norm or linears"
             )
 
 
@@ -207,7 +207,7 @@ def _check_shared(model: nn.Module, stages_of: Mapping[str, set[int]]) -> None:
         if len(found) > 1:
             raise ValueError(
                 f"parallel.pipeline: {' and '.join(found.values())} are one module on stages "
-                f"{', '.join(map(str, found))}, and keep count of their calls, which no stage can for another; legal: "
+                f"{', '.join(map(str, found))}, and keep count of their calls, which no stage can for another. Legal: "
                 f"a module for each place, or a partition that has them on one stage"
             )
 

@@ -21,11 +21,14 @@ from colossal_lite.schedule.step_passes import add_messages, add_step, freeze, o
 class StepShape:
     """What a step's plan follows from, beside the schedule.
 
-    micro_batches: of each of `turns` parts (gradient accumulation); chunks: of each stage, none where nothing
-    trains; trainable: for each stage whether anything of it trains; costs: for `auto`, and for where messages stand;
-    ahead: RECVs are posted before the compute under which they hide, or block; placement: rank of each stage, once a
-    model is laid out: by then `auto` has no choice of it, whatever the costs, the micro-batches or the direction;
-    weights: those that are gathered for each stage, None where none is.
+    - micro_batches: of each of `accumulation_steps` parts
+    - stages_per_rank: chunks of each stage, none where nothing trains
+    - trainable: for each stage whether anything of it trains
+    - costs: for `auto`, and for where messages stand
+    - ahead: RECVs are posted before the compute under which they hide, or block
+    - placement: rank of each stage, once a model is laid out. By then `auto` has no choice of it, whatever the costs,
+      the micro-batches or the direction
+    - weights: those that are gathered for each stage, None where none is
     """
 
     micro_batches: int

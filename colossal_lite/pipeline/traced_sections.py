@@ -117,7 +117,7 @@ def _prove(copy: TracedCopy, sections: TracedSections) -> None:
             found = _gradients(proven, labels, *_chain(alone, batch))
         except Exception as error:  # of the model's own code, beside stand-ins
             raise UnitsError(
-                f"{what} does not run in parts: {type(error).__name__}: {error}; legal: code around the blocks that "
+                f"{what} does not run in parts: {type(error).__name__}: {error}. Legal: code around the blocks that "
                 f"reads of blocks and tables nothing but what they give; a method pipeline_sections() "
                 f"(docs/pipeline.md); or pipeline=1"
             ) from error

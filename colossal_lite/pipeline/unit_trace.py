@@ -156,8 +156,8 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, TracedCopy]:
             failed, tokens = error, few_tokens(each.model)
     told = f"{type(failed).__name__}: {(str(failed).splitlines() or [''])[0][:200]}"
     raise UnitsError(
-        f"parallel.pipeline: a copy of {type(model).__name__}{why} does not run on ids [2, {tokens}] alone: {told}; "
-        f"legal: a default for every further argument of its forward, as targets=None"
+        f"parallel.pipeline: a copy of {type(model).__name__}{why} does not run on ids [2, {tokens}] alone: {told}. "
+        f"Legal: a default for every further argument of its forward, as targets=None"
         f"{'; no value of a tensor read in it' if why else ''}; a method pipeline_sections() (docs/pipeline.md); or "
         f"pipeline=1"
     ) from failed
@@ -300,8 +300,8 @@ class _Watch(TorchDispatchMode):
     def _refuse_left_behind(self, unit: int) -> None:
         made = "before the first block" if unit == 0 else f"by {self.blocks[unit - 1]} or code before it"
         raise UnitsError(
-            f"{self._where()}: this reads a tensor made {made}, beside the one that the last block gave; one tensor "
-            f"may pass between blocks; legal: code within a block reads what the block is handed; a method "
+            f"{self._where()}: this reads a tensor made {made}, beside the one that the last block gave. One tensor "
+            f"may pass between blocks. Legal: code within a block reads what the block is handed; a method "
             f"pipeline_sections() that passes both (docs/pipeline.md); or pipeline=1"
         )
 

@@ -83,9 +83,9 @@ def update_plan(
     the device. `ahead_down`: the same of what comes down for an update on the host; None: `ahead`. `below`: the state
     of the chunks `on_disk` (None: of all) is on disk. It is read so many of those chunks before it would be fetched
     without the others. None: it is on the host. `moving`: the chunks with state off the device; None: all. `on_host`:
-    chunks that are updated on the host, and what of them crosses the link; with `backward` none of it before their
-    turn, because their gradients come one after the other. `early`: their gradients have come in backward, before the
-    plan begins."""
+    chunks that are updated on the host, and what of them crosses the link. With `backward` none of it crosses before
+    their turn, because their gradients come one after the other. `early`: their gradients have come in backward, before
+    the plan begins."""
     if backward:
         disk, away = (_mirrored(num_chunks, some) for some in (on_disk, moving))
         host = {num_chunks - 1 - chunk: crossing for chunk, crossing in on_host.items()}

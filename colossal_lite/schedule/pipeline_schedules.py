@@ -190,9 +190,12 @@ def auto(
     """The plan of the shortest simulated makespan among the schedules for so many chunks and greedy list
     schedules.
 
-    costs: by stage, uniform by default; cap: most activations (of one stage and micro-batch) that a rank may
-    hold, by default ranks x stages_per_rank, as 1f1b does; placement: rank of each stage, a loop or folded, by default
-    whichever is faster. Raises ValueError with the least cap that some schedule meets.
+    - costs: by stage, uniform by default
+    - cap: most activations (of one stage and micro-batch) that a rank may hold; by default ranks x stages_per_rank, as
+      1f1b does
+    - placement: rank of each stage, a loop or folded, by default whichever is faster
+
+    Raises ValueError with the least cap that some schedule meets.
     """
     costs = costs or StageCosts.uniform(ranks * stages_per_rank)
     cap = ranks * stages_per_rank if cap is None else cap
@@ -335,8 +338,10 @@ Live = Callable[[int, int, int, int], float]
 class Schedule:
     """A generator with what it costs; None where only the simulator knows.
 
-    chunks: fewest (the default) and most; idle_s(p, m, v, F, I, W): of each rank; live(p, r, m, v):
-    micro-batches that rank r holds; crossings(p, v): between ranks, of one micro-batch one way, if p > 1.
+    - stages_per_rank: fewest (the default) and most
+    - idle_s(p, m, v, F, I, W): of each rank
+    - live(p, r, m, v): micro-batches that rank r holds
+    - crossings(p, v): between ranks, of one micro-batch one way, if p > 1
     """
 
     generate: Callable[[int, int, int], Plan]

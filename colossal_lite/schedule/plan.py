@@ -102,8 +102,10 @@ _WORD = re.compile(
 class Action:
     """One piece of work of one rank. Prints and parses as a word of the text form.
 
-    task: which model, for plans of several; stage, micro_batch, slice (of a micro-batch's tokens), chunk:
-    indices from 0, None where the kind has none; resource: what it occupies, by default what its kind does.
+    - task: which model, for plans of several
+    - stage, micro_batch, slice (of a micro-batch's tokens), chunk: indices from 0, None where the kind has none
+    - resource: what it occupies, by default what its kind does
+
     Raises ValueError if an index that the kind needs is missing or the resource cannot do it.
     """
 
@@ -278,15 +280,17 @@ Key = Chunk | Activations
 class Memory:
     """Chunks, tiers and their budgets, for each rank alike.
 
-    home: tier of a chunk between steps; uses: the chunks that a (task, stage) reads on the device; reads,
-    writes: chunks that UPDATE of a chunk reads and overwrites besides it, on the tier where it runs; also:
-    copies besides the one at home, before and after the plan; spent: gradients, which the UPDATE that reads
-    them uses up; made: those of them that the backward of a (task, stage) makes on the device, the others
-    are there at first; sizes_bytes, activation_bytes (for one F of a (task, stage)) count as 0 where left
-    out; budget_bytes: for each tier, no limit where left out; apart: chunks that on a tier share the budget of
-    this name, and not the tier's; sharded: of `uses`, those that ranks share, and that take their bytes on the
-    device from FETCH or UNSHARD to RESHARD; offloaded: ranks and those of them whose shard there rests on the host,
-    which a FETCH brings before the UNSHARD.
+    - home: tier of a chunk between steps
+    - uses: the chunks that a (task, stage) reads on the device
+    - sizes_bytes, activation_bytes (for one F of a (task, stage)): 0 where left out
+    - budget_bytes: for each tier, no limit where left out
+    - reads, writes: chunks that UPDATE of a chunk reads and overwrites besides it, on the tier where it runs
+    - also: copies besides the one at home, before and after the plan
+    - spent: gradients, which the UPDATE that reads them uses up
+    - made: those of them that the backward of a (task, stage) makes on the device; the others are there at first
+    - apart: chunks that on a tier share the budget of this name, and not the tier's
+    - sharded: of `uses`, those that ranks share. They take their bytes on the device from FETCH or UNSHARD to RESHARD
+    - offloaded: ranks and those of them whose shard there rests on the host. A FETCH brings it before the UNSHARD
     """
 
     home: Mapping[Chunk, str]

@@ -25,9 +25,10 @@ from colossal_lite.schedule.step_passes import insert, past_sends
 class StageWeights:
     """The sharded chunks that each stage reads, and how long gathered weights stay.
 
-    prefetch: visits ahead of the one that computes; reshards: drop weights after each visit, or after the last of a
-    step; near: chunks that neighbours store from their first drop on, and that are gathered from these afterwards;
-    on_host: the ranks and chunks whose shards rest on the host.
+    - prefetch: visits ahead of the one that computes
+    - reshards: drop weights after each visit, or after the last of a step
+    - near: chunks that neighbours store from their first drop on, and that are gathered from these afterwards
+    - on_host: the ranks and chunks whose shards rest on the host
     """
 
     chunks: tuple[tuple[int, ...], ...]
@@ -94,9 +95,9 @@ def _visits(actions: Sequence[Action]) -> list[tuple[int, int, int]]:
 class GatherSlots:
     """Where the gathered weights of one rank's list lie, in elements.
 
-    offsets: in the arena, of each FETCH, and of each UNSHARD without one, in the order of the list; arena_numel,
-    live_numel: elements of the arena, and the most that is gathered at once; kept: chunks that neighbours store in
-    parts, with its offset.
+    - offsets: in the arena, of each FETCH, and of each UNSHARD without one, in the order of the list
+    - arena_numel, live_numel: elements of the arena, and the most that is gathered at once
+    - kept: chunks that neighbours store in parts, each with its offset
     """
 
     offsets: tuple[int, ...] = ()

@@ -30,10 +30,9 @@ def one_stage(micro_batches: int) -> Plan:
 def add_messages(plan: Plan, seconds: Callable[[Action], float] | None = None, ahead: bool = True) -> Plan:
     """Adds SEND after what makes a message and RECV where it arrives, to a plan that has no messages.
 
-    A simulation decides where (by `seconds` of each compute action; by default 1 for F, I and W): RECV
-    stands before the compute that runs while the message is sent, so that the transfer hides under it;
-    without `ahead` after that compute, and then the plan runs even if RECVs block. Raises PlanError if the
-    plan cannot run.
+    A simulation decides where, by `seconds` of each compute action (by default 1 for F, I and W). RECV stands before
+    the compute that runs while the message is sent, so that the transfer hides under it. Without `ahead` it stands
+    after that compute, and then the plan runs even if RECVs block. Raises PlanError if the plan cannot run.
     """
     reading = Reading(plan)
     cost = seconds or _unit_seconds

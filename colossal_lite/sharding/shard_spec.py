@@ -7,10 +7,10 @@ rule cuts every interleaving, and each rank gets whole heads.  Placement is give
 the first of two axes on one factor is the outer one.  Value and gradient have separate placements: a norm under
 sequence sharding has a replicated value and a partial gradient.  An axis that is not named replicates.
 
-Much is derived from it: initial values, the axes of a gradient's sum, the ranks that count in the norm, the slices of a
-checkpoint, the tensors that a parity test gathers.  Invariants (property-tested): over the ranks that differ on
-sharding axes the pieces are disjoint and cover the tensor.  `join` inverts `cut`.  Padding is in no piece.  This file
-computes with integers and indexes any array type.
+Initial values, the axes of a gradient's sum and the ranks that count in the norm are derived from it.  So are the
+slices of a checkpoint, and the tensors that a parity test gathers.  Invariants (property-tested): over the ranks that
+differ on sharding axes the pieces are disjoint and cover the tensor.  `join` inverts `cut`.  Padding is in no piece.
+This file computes with integers and indexes any array type.
 """
 
 from __future__ import annotations

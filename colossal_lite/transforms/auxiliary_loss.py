@@ -133,8 +133,8 @@ class AuxiliaryLosses:
         """Raises ValueError if the criterion's count differs from the labels that auxiliary losses are weighed by."""
         if self.names and count != self.labels:
             raise ValueError(
-                f"criterion: its counts add up to {count:g}, not to the batch's {self.labels} labels other than -100; "
-                f"auxiliary losses are weighed by the labels; legal: that count, a mean, or a model without them"
+                f"criterion: its counts add up to {count:g}, not to the batch's {self.labels} labels other than -100. "
+                f"Auxiliary losses are weighed by the labels; legal: that count, a mean, or a model without them"
             )
 
     def _emit(self, name: str, weight: float, per: Per, share: Share, x: Tensor, total: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class AuxiliaryLosses:
         if self.behind:
             raise ValueError(
                 f"auxiliary loss {name}: it runs after {self.behind}, where activations are sharded over the tensor "
-                f"axis otherwise than between layers; legal: before the column-wise linear of a pair or after its "
+                f"axis otherwise than between layers. Legal: before the column-wise linear of a pair or after its "
                 f"row-wise one; for logits, a criterion"
             )
         if x.dim() < 2 + (share.tokens > 1) or x.shape[0] != self._samples_here:

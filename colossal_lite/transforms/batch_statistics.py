@@ -31,7 +31,7 @@ def check_batchwide(module: nn.Module, cuts: Sequence[str]) -> None:
         name, each = found[0]
         raise ValueError(
             f"model: {name} is a {type(each).__name__}, which reads the whole batch, and {' and '.join(cuts)} would "
-            f"run it on parts of one, or twice; legal: a norm of each sample (LayerNorm, GroupNorm, RMSNorm), or the "
+            f"run it on parts of one, or twice. Legal: a norm of each sample (LayerNorm, GroupNorm, RMSNorm), or the "
             f"whole batch at once (data=1, gradient_accumulation=1, a pipeline with micro_batches=1, "
             f"activation_checkpoint='none')"
         )
@@ -49,6 +49,6 @@ def check_max_norm(module: nn.Module, settings: Sequence[str]) -> None:
         name, each = found[0]
         raise ValueError(
             f"model: {name} is a {type(each).__name__} with max_norm={each.max_norm:g}: its forward shortens rows of "
-            f"the words that a rank sees, but not the copies under {' and '.join(settings)}; legal: max_norm=None, or "
+            f"the words that a rank sees, but not the copies under {' and '.join(settings)}. Legal: max_norm=None, or "
             f"one rank of data and of sequence, weights without masters, all on the device"
         )

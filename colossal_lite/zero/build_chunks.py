@@ -221,7 +221,7 @@ def chunk_optimizer(
 
 def host_room(memory: MemoryConfig, chunks: Sequence[Chunk], frozen: Sequence[WeightChunk]) -> int | None:
     """Bytes of the host for records and for their updates, when all weights and gradients that may be on the host are
-    there; None: no limit, or nothing goes to disk."""
+    there. None: no limit, or nothing goes to disk."""
     if not memory.spills_to_disk or memory.host_budget is None:
         return None
     weights = [c.resting_bytes for c in (*chunks, *frozen) if c.weights_at_rest is not None]

@@ -42,8 +42,8 @@ def ordered_squares(
     """This rank's terms [sections * blocks]: the squares of its blocks, in the order of `entries`, which are those of
     the whole pipeline.
 
-    A section for each rank of the tensor axis, which hold pieces of their own; what some of them hold in common is in
-    the section of the first of these.
+    Each rank of the tensor axis has a section for its own pieces. What some of them hold in common is in the section of
+    the first of these.
     """
     found = {entry.name: (chunk, entry) for chunk in chunks for entry in chunk.spec.entries}
     blocks = sum(blocks_of(entry) for entry in entries)

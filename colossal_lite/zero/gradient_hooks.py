@@ -79,8 +79,8 @@ class GradientHooks:
         frees: bool = False,
     ) -> None:  # fmt: skip
         """Before the backward of a micro-batch, which starts with `seed`. `is_last`: the sum over the ranks follows, so
-        complete chunks may launch; `ends`: it is the last of the step, so sums over copies may follow; `frees`: no
-        forward comes before the step, so time-shared weights are dropped with their gradients; `to_come`: the
+        complete chunks may launch. `ends`: it is the last of the step, so sums over copies may follow. `frees`: no
+        forward comes before the step, so time-shared weights are dropped with their gradients. `to_come`: the
         parameters whose gradients arrive now, once for each time; None: all, once."""
         self._reduces, self._ends, self._frees, self._seed = is_last, is_last and ends, frees, seed
         self._is_once = is_last and to_come is None
@@ -216,13 +216,13 @@ class GradientHooks:
         if not self._expects:
             raise ValueError(
                 f"backward: a gradient of {chunk.spec.entries[index].name} comes from a backward that the engine did "
-                f"not run; it would be in no update; legal: engine.backward(loss) of engine(x), engine.train_step, "
+                f"not run. It would be in no update; legal: engine.backward(loss) of engine(x), engine.train_step, "
                 f"or a model without an engine (engine.close)"
             )
         if self._is_once and (number, index) in self._arrived:
             raise ValueError(
-                f"backward: the gradient of {chunk.spec.entries[index].name} comes a second time in one backward; it "
-                f"would be left out of the sum over the ranks; torch.utils.checkpoint(..., use_reentrant=True) around "
+                f"backward: the gradient of {chunk.spec.entries[index].name} comes a second time in one backward. It "
+                f"would be left out of the sum over the ranks. torch.utils.checkpoint(..., use_reentrant=True) around "
                 f"a module that is used more than once does that; legal: use_reentrant=False, or "
                 f"activation_checkpoint of the config"
             )
@@ -232,8 +232,8 @@ class GradientHooks:
         if self._reduces and number > self._next:
             raise ValueError(
                 f"backward: the gradient of {chunk.spec.entries[index].name} comes after its sum over the ranks has "
-                f"begun; at zero.stage=3 a model must use its modules in the order of its first step; each forward "
-                f"needs a backward of its own; zero.stage=2 has no such rule"
+                f"begun. At zero.stage=3 a model must use its modules in the order of its first step, and each forward "
+                f"needs a backward of its own. zero.stage=2 has no such rule"
             )
         chunk.accept(index, parameter.grad, seed=self._seed)
         parameter.grad = None
@@ -301,9 +301,9 @@ class StageHooks:
         self, stage: int, *, is_last: bool, seed: float = 1.0, is_whole: bool = True,
         to_come: Sequence[Tensor] | None = None, frees: bool = False, sums: bool = False,
     ) -> None:  # fmt: skip
-        """Before the backward of a micro-batch on a stage, the last of a step or not; `is_whole`: after it no gradients
-        of this micro-batch come, and complete chunks may go if it is the last, or `sums`: a REDUCE follows; `to_come`
-        and `frees` as `GradientHooks`."""
+        """Before the backward of a micro-batch on a stage, the last of a step or not. `is_whole`: after it no gradients
+        of this micro-batch come. Then complete chunks may go if it is the last, or with `sums`: a REDUCE follows.
+        `to_come` and `frees` as `GradientHooks`."""
         goes = is_whole and (is_last or sums)
         for stages, hooks in self._hooks.items():
             if stage in stages:

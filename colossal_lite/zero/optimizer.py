@@ -129,7 +129,7 @@ class ChunkOptimizer(OptimizerState):
         if (
             shares or placement == "disk" or host_room is not None
         ):  # budgets and slots of the disk are for one ahead
-            self._mix = UpdateMix(self._mix.on_host)
+            self._mix = UpdateMix(self._mix.on_host, early=self._mix.early)
         if backward:  # a gradient comes down when it is summed, and not before
             self._mix = replace(self._mix, ahead_down=0, early=False)
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
@@ -332,6 +332,11 @@ class ChunkOptimizer(OptimizerState):
             self.host_updates.send(self._index[chunk.spec.id])
 
     @property
+    def gradient_width(self) -> int:
+        """As `UpdateMix` has it."""
+        return self._mix.gradient_width
+
+    @property
     def sends_gradients(self) -> bool:
         """Whether gradients leave in backward for updates on the host."""
         return self.host_updates is not None and self._mix.early
@@ -428,6 +433,9 @@ class ChunkOptimizer(OptimizerState):
             moving |= self.shards.chunks_on_host
         if self.host_updates:
             self.host_updates.settle(self.tiers.on_host)
+            for chunk in self._chunks:  # of this step's gradients none has left since
+                if chunk.state is GradientState.REDUCED:
+                    self.send_gradient(chunk)
         self.plan = self._planned(moving)
 
     def _planned(self, moving: Collection[int] | None) -> Plan:

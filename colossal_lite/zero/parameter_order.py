@@ -75,7 +75,7 @@ def warn_if_out_of_order(module: nn.Module, packed: Sequence[ChunkSpec], names: 
         if early > max(2, len(packed) // 4):
             warnings.warn(
                 f"model: {type(owner).__name__} is used before {early} chunks of parameters that are defined before "
-                f"its own; their updates and sums do not overlap with computing; define modules in the order of "
+                f"its own. Their updates and sums do not overlap with computing. Define modules in the order of "
                 f"their use, or hand `initialize` a callable that builds a model of ids",
                 stacklevel=2,
             )

@@ -201,8 +201,8 @@ class ParameterGather(ShardedWeights):
         names = [entry.name for c in sorted(needs) for entry in self._all[c].spec.entries]
         return (
             f"{self._phase}: the weights {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} are read when the "
-            f"plan of zero.stage=3 has dropped them; a model may leave modules out, but must use them in the order of "
-            f"its first step; each forward needs a backward of its own; zero.stage=2 has no such rule"
+            f"plan of zero.stage=3 has dropped them. A model may leave modules out, but must use them in the order of "
+            f"its first step. Each forward needs a backward of its own. zero.stage=2 has no such rule"
         )
 
     # ---- gathers and drops ----

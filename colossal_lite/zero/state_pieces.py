@@ -40,10 +40,11 @@ from colossal_lite.zero.user_optimizer import OwnOptimizer
 class StepUses:
     """How often a step uses each chunk, by its number in the whole model.
 
-    fetches: times that its weights come into a slot; begins: those whose weights are in one when the step begins;
-    read_late: those whose shard backward reads when its gradient may be complete; sums: of its gradient, None: as
-    many as `every`; shares_time: whether buffers of different times share an arena, in which case one backward after
-    the other has all chunks.
+    - fetches: times that its weights come into a slot
+    - begins: those whose weights are in one when the step begins
+    - read_late: those whose shard backward reads when its gradient may be complete
+    - sums: of its gradient, None: as many as `every`
+    - shares_time: whether buffers of different times share an arena. Then one backward after the other has all chunks
     """
 
     every: int = 1
@@ -135,7 +136,7 @@ def _updated_on_host(
         ),
         StateKind.GRADIENTS: (
             LinkCrossing(0, accumulation, (LEAVING,)),
-            LinkCrossing(0, 1, (GRADIENT_DOWN,)),
+            LinkCrossing(0, 1, (GRADIENT_DOWN.wide(optimizer.gradient_width),)),
         ),
         StateKind.OPTIMIZER: (LinkCrossing(), LinkCrossing()),
     }

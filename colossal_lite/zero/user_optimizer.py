@@ -3,7 +3,7 @@
 Note: parameters.
 The optimizer gets one `nn.Parameter` for each trainable parameter of the model, in the model's order.  Each is a view
 of the master weights in the parameter's shape.  Before its step each has as `.grad` a view of the reduced gradient,
-divided by tokens and clip factor; it is a copy where the master weights are narrower, or None where no rank used it.
+divided by tokens and clip factor.  It is a copy where the master weights are narrower, or None where no rank used it.
 Its state is full on every rank, so the weights must be too: ZeRO stage 0, no tensor axis, on the device.
 
 With a pipeline the list has the same length, so groups are alike on all ranks.  Parameters of other stages are on the
@@ -214,8 +214,8 @@ def check_apart(
         alone = _probe(factory, shapes, names, device)
         if other := [name for name in names if not torch.equal(whole[name], alone[name])]:
             raise ValueError(
-                f"optimizer: in its step {other[0]} depends on parameters that are not on pipeline stage {number}; "
-                f"legal is an optimizer that updates each parameter by itself, parallel.pipeline=1, or a type of "
+                f"optimizer: in its step {other[0]} depends on parameters that are not on pipeline stage {number}. "
+                f"Legal is an optimizer that updates each parameter by itself, parallel.pipeline=1, or a type of "
                 f"config.optimizer"
             )
 

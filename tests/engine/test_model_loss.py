@@ -156,7 +156,7 @@ def without_labels(env: RankEnv) -> None:
 
 def test_logits_of_the_last_position_are_answered_with_the_criterion() -> None:
     with pytest.raises(
-        WorldError, match=r"last position only.*legal: cl.initialize\(..., criterion='model'\)"
+        WorldError, match=r"last position only.*Legal: cl.initialize\(..., criterion='model'\)"
     ):
         run_world(without_labels, 1)
 
@@ -174,5 +174,5 @@ def test_a_forward_that_requires_labels_is_refused_with_what_to_write(
     criterion: Literal["model"] | None, parallel: dict[str, int]
 ) -> None:
     for told in run_world(refused, 2, parallel, criterion):
-        assert "requires targets, and a model gets the inputs; legal: targets=None in its signature" in told
+        assert "requires targets, and a model gets the inputs; legal: targets=None in its signature." in told
         assert "criterion='model'" in told

@@ -309,7 +309,7 @@ def test_a_worker_that_the_signal_has_ended_is_named_and_the_run_ends_as_not_sav
     assert text.startswith(
         "stopped by SIGTERM after step 1: NOT SAVED: the signal has ended a worker of a DataLoader"
     )
-    assert "legal: context.dataloader(...), which takes that loader too" in text
+    assert "Legal: context.dataloader(...), which takes that loader too" in text
 
 
 def test_what_a_process_ignores_stays_ignored_as_under_nohup() -> None:

@@ -26,7 +26,7 @@ from tests.shared.covering import covering_array, name_of
 from tests.shared.parity import Case, start, steps_of
 from tests.shared.pool import RankEnv, run_world
 from tests.zero.test_memory_budget import DEEP, _extent, auto, config_of, three_tiers
-from tests.zero.test_zero import SMALL, assert_same_bits, bits
+from tests.zero.test_zero import SMALL, assert_same_bits
 
 # ---- the plan ----
 
@@ -181,7 +181,7 @@ ROWS = covering_array(
         stage=[0, 1, 2, 3],
         placement=list(PLACEMENTS),
         mix=list(MIXES),
-        step=["clip", "accumulation"],
+        step=["clip", "accumulation", "skipped"],
         ranks=[1, 2],
     ),
     legal=lambda row: (
@@ -192,25 +192,47 @@ ROWS = covering_array(
 )
 
 
-def mixed(env: RankEnv, case: Any, placement: str, mix: Any, directory: str) -> Any:
+def after_a_skipped_step(engine: Any, context: Any, case: Case) -> list[Any]:
+    """The steps behind one without a label."""
+    inputs, labels = (tensor[context.local_batch(case.global_batch)] for tensor in case.batch(0))
+    assert engine.train_step((inputs, torch.full_like(labels, -100))).skipped
+    return [*steps_of(engine, context, case, (0, 1))]
+
+
+def on_the_device(env: RankEnv, case: Case, skips: bool) -> Any:
+    """As `bits`, with a skipped step."""
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        steps = [*steps_of(engine, context, case)]
+        if skips:
+            steps += after_a_skipped_step(engine, context, case)
+        return steps, engine.full_optimizer_state()
+
+
+def mixed(env: RankEnv, case: Any, placement: str, mix: Any, directory: str, skips: bool) -> Any:
     """Steps and state of a case; how many chunks were updated on either side; buffers as allocated and by formula."""
-    memory = (
-        PLACEMENTS[placement]
-        | dict(update_on=mix)
-        | (dict(disk_dir=directory) if placement == "disk" else {})
-    )
-    if placement == "budget":
-        least, whole = _extent(env, case, update_on=mix)
-        memory = auto(round(least + 0.3 * (whole - least)), update_on=mix)["memory"]
-    if placement == "three tiers":
-        memory = three_tiers(env, case, directory, update_on=mix)
+    memory = memory_with(env, case, placement, mix, directory)
     case = replace(case, config=case.config | dict(memory=memory))
     with env.launch(case.full_config) as context:
         engine = start(case, context)
-        found = [*steps_of(engine, context, case)], engine.full_optimizer_state()
+        steps = [*steps_of(engine, context, case)]
+        if skips:
+            steps += after_a_skipped_step(engine, context, case)
+        found = steps, engine.full_optimizer_state()
         updated = [engine._optimizer.is_updated_on_host(chunk) for chunk in engine._chunks]
         visits = [(visit.kind, visit.bytes, visit.forecast_bytes) for visit in engine._optimizer.visits]
         return found, updated, visits
+
+
+def memory_with(env: RankEnv, case: Case, placement: str, mix: Any, directory: str) -> dict[str, Any]:
+    """Settings of a placement, whose budgets fit the case."""
+    if placement == "budget":
+        least, whole = _extent(env, case, update_on=mix)
+        return dict(auto(round(least + 0.3 * (whole - least)), update_on=mix)["memory"])
+    if placement == "three tiers":
+        return three_tiers(env, case, directory, update_on=mix)
+    there = dict(disk_dir=directory) if placement == "disk" else {}
+    return PLACEMENTS[placement] | dict(update_on=mix) | there
 
 
 @pytest.mark.parametrize("row", ROWS[::3], ids=name_of)
@@ -232,8 +254,9 @@ def assert_same_bits_as_on_the_device(row: dict[str, Any], tmp_path: Path) -> No
         accumulation=3 if row["step"] == "accumulation" else 1,
     ) | more  # fmt: skip
     case = replace(DEEP, world_size=row["ranks"], chunk_bytes=SMALL // 4, config=config)
-    expected = run_world(bits, row["ranks"], case)
-    found = run_world(mixed, row["ranks"], case, row["placement"], MIXES[row["mix"]], str(tmp_path))
+    skips = row["step"] == "skipped"
+    expected = run_world(on_the_device, row["ranks"], case, skips)
+    found = run_world(mixed, row["ranks"], case, row["placement"], MIXES[row["mix"]], str(tmp_path), skips)
     assert_same_bits([steps for steps, _, _ in found], expected)
     if row["mix"] != "auto" and row["placement"] != "budget":
         assert any(set(updated) == {False, True} for _, updated, _ in found)
@@ -243,14 +266,15 @@ def assert_same_bits_as_on_the_device(row: dict[str, Any], tmp_path: Path) -> No
 # ---- gradients that leave in backward ----
 
 
-def moved_down(env: RankEnv, case: Case, memory: dict[str, Any]) -> Any:
-    """Bytes that went down in a step's backward and in its updates; those of the gradients and of the records that
-    these are updated with."""
+def moved_down(env: RankEnv, case: Case, placement: str, mix: Any, directory: str) -> Any:
+    """Bytes that went down in a step's backward and in its updates, once state is where it stays; those of the
+    gradients that leave, and of the records that are updated on the device and go back."""
+    memory = memory_with(env, case, placement, mix, directory)
     with env.launch(case.full_config | dict(memory=memory)) as context:
         engine = start(case, context)
         inputs, labels = (tensor[context.local_batch(case.global_batch)] for tensor in case.batch(0))
         optimizer, found = engine._optimizer, []
-        for _ in range(2):
+        for _ in range(3):
             marks = [optimizer.tiers.down.moved_bytes]
             engine.forward_backward((inputs, labels))
             marks.append(optimizer.tiers.down.moved_bytes)
@@ -259,23 +283,36 @@ def moved_down(env: RankEnv, case: Case, memory: dict[str, Any]) -> Any:
             marks.append(optimizer.tiers.down.moved_bytes)
             found.append((marks[1] - marks[0], marks[2] - marks[1]))
         sides = [(chunk, optimizer.is_updated_on_host(chunk)) for chunk in engine._chunks]
-        gradients = sum(chunk.gradient.nbytes for chunk, on_host in sides if on_host)
-        return (
-            found,
-            gradients,
-            sum(optimizer.record_bytes(i) for i, (_, on_host) in enumerate(sides) if not on_host),
+        gradients = sum(
+            c.gradient.nbytes for c, on_host in sides if on_host or c.gradient_at_rest is not None
         )
+        streamed = {i for i, (_, on_host) in enumerate(sides) if not on_host} - optimizer._on_device
+        leaves_device = any(on_host and chunk.gradient_at_rest is None for chunk, on_host in sides)
+        return found[1:], gradients, sum(optimizer.record_bytes(i) for i in streamed), leaves_device
 
 
-@pytest.mark.parametrize("ranks, stage", [(1, 0), (2, 1), (2, 3)])
+PLACEMENTS["half of the gradients"] = dict(
+    placement="static", host_fraction=dict(gradients=0.5, optimizer=1.0)
+)
+
+
+@pytest.mark.parametrize(
+    "placement, ranks, stage",
+    [
+        *(("host", ranks, stage) for ranks, stage in ((1, 0), (2, 1), (2, 3))),
+        ("disk", 1, 1), ("records alone", 2, 3), ("half of the gradients", 1, 2), ("budget", 2, 2),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("update_on", [{"every": 2}, "host"])
-def test_no_gradient_goes_down_while_updates_run(ranks: int, stage: int, update_on: Any) -> None:
+def test_no_gradient_goes_down_while_updates_run(
+    placement: str, ranks: int, stage: int, update_on: Any, tmp_path: Path
+) -> None:
     config = config_of(stage, precision="bf16", clip=True)
     case = replace(DEEP, world_size=ranks, chunk_bytes=SMALL // 4, config=config)
-    for found, gradients, records in run_world(
-        moved_down, ranks, case, dict(placement="host", update_on=update_on)
+    for found, gradients, records, leaves_device in run_world(
+        moved_down, ranks, case, placement, update_on, str(tmp_path)
     ):
-        assert gradients and found == [(gradients, records)] * 2
+        assert found == [(gradients, records)] * 2 and leaves_device is (placement != "budget")
         assert bool(records) is (update_on != "host")
 
 

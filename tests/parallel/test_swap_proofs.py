@@ -253,7 +253,7 @@ def test_max_norm_is_exact_on_one_rank(stage: int) -> None:
 def test_max_norm_is_refused_where_ranks_keep_the_rows_of_each_others_words(stage: int) -> None:
     with pytest.raises(
         WorldError,
-        match="words is a Embedding with max_norm=0.5: .*but not the copies under data=2; legal: max_norm=None",
+        match="words is a Embedding with max_norm=0.5: .*but not the copies under data=2. Legal: max_norm=None",
     ):
         run_world(on_ranks, 2, "max_norm", dict(size=1), dict(zero=dict(stage=stage)))
 

@@ -117,7 +117,7 @@ STAGED = dict(schedule="bfs", stages_per_rank=2, micro_batches=2)
 def test_code_that_would_see_a_part_of_a_sequence_is_refused_by_name(
     config: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(WorldError, match=f"{words} .* legal: one of"):
+    with pytest.raises(WorldError, match=f"{words} .* Legal: one of"):
         run_world(trained, 2, next(iter(STYLES)), config)
 
 

@@ -1069,7 +1069,7 @@ BAD: dict[str, tuple[Case, str, tuple[str, ...]]] = {
     "a loop of one's own": (PAIR, "manual", ("engine(x)", "train_step", "parallel.pipeline=1")),
     "an optimizer whose step couples parameters": (
         replace(PAIR, own=Coupled), "",
-        ("optimizer: in its step token.weight depends on parameters that are not on pipeline stage 0", "legal"),
+        ("optimizer: in its step token.weight depends on parameters that are not on pipeline stage 0", "Legal"),
     ),
     "an optimizer that reads values": (
         replace(PAIR, own=_reads), "", ("optimizer: the callable fails", "meta device", "parallel.pipeline=1"),
