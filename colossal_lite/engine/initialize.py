@@ -155,9 +155,7 @@ def _initialize(
     )
     stages = _lay_out(module, facts, context, measure, sections)
     trainable = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
-    if optimizer is not None and context.config.parallel.pipeline.is_staged:
-        of_stages = [[n for n in trainable if stage in stages.homes[n]] for stage in sorted(stages.placement)]
-        check_apart(optimizer, trainable, of_stages, context.device)
+    _check_stage_by_stage(optimizer, trainable, stages, context)
     order = None if isinstance(model, nn.Module) or type(module) is GPT else order_of_use(on_meta(model))
     numels = by_order({name: p.numel() for name, p in module.named_parameters()}, order)
     blocks = tuple(blocks_of(module))
@@ -184,6 +182,15 @@ def _initialize(
     context.models.add(module)
     engine.on_step(partial(_tell_of_end, context), reads_weights=False)
     return engine
+
+
+def _check_stage_by_stage(
+    optimizer: Factory | None, trainable: Mapping[str, torch.Size], stages: Stages, context: Context
+) -> None:
+    """Raises ValueError for an optimizer of the user's own whose step cannot be made stage by stage."""
+    if optimizer is not None and context.config.parallel.pipeline.is_staged:
+        of_stages = [[n for n in trainable if stage in stages.homes[n]] for stage in sorted(stages.placement)]
+        check_apart(optimizer, trainable, of_stages, context.device)
 
 
 def _tell_of_end(context: Context, result: StepResult) -> None:
