@@ -25,8 +25,8 @@ gathered, so all data ranks cut their batch into equally many micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from colossal_lite.engine.engine_reports import EngineReports
 from colossal_lite.engine.engine_state import EngineState, last_save_failed
 from colossal_lite.engine.memory_report import LinkRow, MemoryReport
 from colossal_lite.engine.micro_batches import MicroBatches
-from colossal_lite.engine.rank_comparison import RankComparison, RanksDifferError, repeats
+from colossal_lite.engine.rank_comparison import RankComparison, repeats
 from colossal_lite.engine.step_totals import (
     LocalSums,
     OpenStep,
@@ -157,7 +157,7 @@ class Engine:
             parts = self._begin(batch)
         self._open.own_samples = sum(part.size for part in parts)
         self._forecast([part.inputs for part in parts])
-        with self._parts.measured(), self._giving_up_where_ranks_differ():
+        with self._parts.measured(), self._comparison.giving_up(self.zero_grad):
             self.model.train()
             self._run(parts, self._open.sums)
             self._auxiliary.check_delivered()
@@ -502,7 +502,11 @@ class Engine:
         )
         coord = self._runtime.comm.coord
         plan, slots = self._plans.of_step(
-            len(parts), coord, backward=trains, knows_shapes=knows_shapes, posts_ahead=self._posts_ahead
+            len(parts),
+            coord,
+            backward=trains,
+            knows_shapes=knows_shapes,
+            posts_ahead=self._runtime.posts_ahead,
         )
         summed = {(a.stage, a.micro_batch) for a in plan[coord] if a.kind is ActionKind.REDUCE}
         self._weights.follow(plan[coord])
@@ -510,12 +514,6 @@ class Engine:
             self._runtime.run(plan, work, shapes, slots=slots)
         if trains and self._updates.within_backward:  # a rank whose stages are frozen has had no backward
             self._updates.begin(self._rate_factor, self._comparison)
-
-    @property
-    def _posts_ahead(self) -> bool:
-        """Whether receives are posted before they are needed. NCCL has one queue for each group, where they would stop
-        the sends behind them."""
-        return self.context.device.type != "cuda"
 
     def _pass_over(self) -> None:
         """Take part in the weight gathers of a forward without samples on this rank."""
@@ -573,19 +571,10 @@ class Engine:
     def _finish_user_step(self) -> None:
         """End the backward of a user's own loop: run the remaining reductions, and agree."""
         self._loop.finish()
-        with self._parts.measured(), self._giving_up_where_ranks_differ():
+        with self._parts.measured(), self._comparison.giving_up(self.zero_grad):
             self._hooks.conclude()
             self._open.totals = self._agree()
         self._settle()
-
-    @contextmanager
-    def _giving_up_where_ranks_differ(self) -> Iterator[None]:
-        """Context: drops the gradients if ranks differ, so that another batch can be trained on."""
-        try:
-            yield
-        except RanksDifferError:
-            self.zero_grad()
-            raise
 
     def _forecast(self, inputs: Sequence[Tensor]) -> None:
         """Under a budget, refuse a batch that `plan` forecasts not to fit; `inputs` [B, T] of its micro-batches. If

@@ -9,7 +9,7 @@ ranks.  A buffer costs a pass over it once, and again each time that it is writt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,6 +169,15 @@ class RankComparison:
         self.clear()
         if fault := _batch_fault(told) or _buffer_fault(told, self.cuts):
             raise RanksDifferError(fault)
+
+    @contextmanager
+    def giving_up(self, drop: Callable[[], None]) -> Iterator[None]:
+        """Context: calls `drop` for the gradients if ranks differ, so that another batch can be trained on."""
+        try:
+            yield
+        except RanksDifferError:
+            drop()
+            raise
 
     def _factor(self, *axes: str) -> int:
         return self.mesh.size(*axes) - 1 if self.mesh.coord(*axes) == 0 else -1

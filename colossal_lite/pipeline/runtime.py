@@ -179,6 +179,12 @@ class Runtime:
     """Of received and sent messages, by shape of micro-batch, RECV or SEND, and stage."""
     _slots: dict[torch.dtype, Pool] = field(default_factory=dict)
 
+    @property
+    def posts_ahead(self) -> bool:
+        """Whether receives are posted before they are needed. NCCL has one queue for each group, where they would stop
+        the sends behind them."""
+        return self.device.type != "cuda"
+
     def knows(self, shapes: Iterable[Hashable]) -> bool:
         """Whether the forms of all messages of micro-batches of these shapes are agreed."""
         return self.comm.size == 1 or self._agreed.issuperset(shapes)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import colossal_lite as cl
 from colossal_lite.distributed.communicator import TorchTransport
-from colossal_lite.engine.engine import Engine
+from colossal_lite.pipeline.runtime import Runtime
 from colossal_lite.schedule.pipeline_schedules import SCHEDULES
 from tests.shared.parity import Case
 from tests.shared.pool import RankEnv, run_world
@@ -67,7 +67,7 @@ def calls_of(env: RankEnv, case: Case) -> dict[tuple[int, ...], Queue]:
 
     with pytest.MonkeyPatch.context() as patch, env.launch(case.full_config) as context:
         engine = cl.initialize(case.model, context=context)
-        patch.setattr(Engine, "_posts_ahead", False)  # as on CUDA
+        patch.setattr(Runtime, "posts_ahead", False)  # as on CUDA
         patch.setattr(TorchTransport, "send", sent)
         patch.setattr(TorchTransport, "receive", received)
         patch.setattr(dist, "batch_isend_irecv", batched)
