@@ -339,10 +339,10 @@ class Communicator:
             reason = self._explain() if self._explain else ""
             return CommError(f"{reason}\n{text}" if reason else text)
         progress = self._watch.progress
+        say(f"{text}\n{progress.broken}".rstrip())  # before anybody is asked: answers may not come
         if reason := progress.broken or (self._explain() if self._explain else ""):
             progress.breaks(reason)
             return CommError(f"{reason}\n{text}")
-        say(text)  # before the others are asked: answers may not come
         progress.breaks(text)
         blame = self._watch.blame(self.axis, waited, what, call)
         say(f"rank {self.rank}: {blame}")

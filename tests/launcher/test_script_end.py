@@ -176,7 +176,6 @@ def test_under_torchrun_a_model_that_raises_is_one_message_and_its_box_says_it(
         len(ours) + len(done.stdout.splitlines()) <= 25
         and 'raise KeyError("a bug of the model")' in done.stderr
     )
-    assert "waiting for ranks" not in done.stderr, "a rank that fails because another did tells nothing"
     box = done.stderr.partition("Root Cause (first observed failure):")[2]
     line = next(line for line in box.splitlines() if line.startswith("  traceback : "))
     assert line.endswith("KeyError: 'a bug of the model'"), "whichever of two in one second torchrun takes"
