@@ -131,12 +131,13 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
 def roles_by_shape(model: nn.Module) -> dict[str, Role]:
     """Tables and heads, as far as shapes tell: the copy keeps few rows of them."""
     found, sizes = {}, set()
+    inside = tuple(f"{block}." for block in _blocks(model))
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             found[name] = Role("embedding")
             sizes.add(module.num_embeddings)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module.out_features in sizes:
+        if isinstance(module, nn.Linear) and module.out_features in sizes and not name.startswith(inside):
             if module.out_features > module.in_features:
                 found[name] = Role("lm_head")
         if _is_linear(module) and name not in found:

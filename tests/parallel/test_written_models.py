@@ -20,6 +20,7 @@ from colossal_lite.parallel.auto_plan import shares_of
 from colossal_lite.parallel.parallelize import Parallelized, parallelize
 from colossal_lite.parallel.whole_sizes import Cut, CutError, Part, viewed
 from colossal_lite.sharding.mesh_layout import MeshLayout
+from tests.shared import written_models
 from tests.shared.pool import RankEnv, run_world
 from tests.shared.written_models import HEADS, LEFT_WHOLE, STYLES, TOKENS, WIDTH, WORDS
 
@@ -50,6 +51,12 @@ def test_every_style_is_proven_by_roles_from_a_run(style: str, cut: bool) -> Non
     assert roles.count("rowwise") == 2 and sum(role.startswith("colwise") for role in roles) >= 2
     assert COLWISE.get(style, "colwise") in roles
     assert made.form.sequence_parallel == cut and made.form.whole_sizes
+
+
+def test_a_linear_of_a_block_that_is_as_wide_as_the_words_is_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written_models, "WORDS", 4 * WIDTH)
+    made = parallel(STYLES["einops"](), size=2)
+    assert made.plan["transformer.h.*.mlp.w12"] == "colwise:1+1" and made.plan["lm_head"] == "lm_head"
 
 
 def test_a_plan_that_was_printed_can_be_given() -> None:
