@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
         "draws",
         1,
         {},
-        "legal: a call in the forward of a module.*and activation_checkpoint",
+        "Legal: a call in the forward of a module.*and activation_checkpoint",
     ),
     "reentrant checkpoint": ("draws", 1, {}, "dropout outside the forward.*legal: activation_checkpoint"),
     "its own generator": ("noise", 1, {}, "torch's own generator"),
