@@ -102,7 +102,7 @@ def _without_cache(module: nn.Module) -> Any:
 def part_of(block: nn.Module, part: Callable[..., Any]) -> Callable[..., Any]:
     """A part of a block's forward, run as the block itself: twice if the block is recomputed."""
     whole = block.__dict__.get("forward")
-    return replace(whole, forward=part) if isinstance(whole, CheckpointedBlock) else part
+    return replace(whole, forward=part, is_part=True) if isinstance(whole, CheckpointedBlock) else part
 
 
 def remove_activation_checkpoint(module: nn.Module) -> None:
@@ -128,6 +128,8 @@ class CheckpointedBlock:
     streams: DropoutStreams
     cached: Any = None
     """The model's config, if it said `use_cache` before."""
+    is_part: bool = False
+    """Whether `forward` is a part of the block: the stage of another part may have updated that one's weights."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.block.training and torch.is_grad_enabled()):
@@ -153,8 +155,9 @@ class CheckpointedBlock:
 
     @property
     def versions(self) -> list[int]:
-        """The version counters of the block's weights."""
-        return [parameter._version for parameter in self.block.parameters()]
+        """The version counters of the block's weights; none for a part, whose backward the plan puts before its
+        update."""
+        return [] if self.is_part else [parameter._version for parameter in self.block.parameters()]
 
 
 class _RecomputeContext:

@@ -171,6 +171,10 @@ OTHERS: dict[str, Case] = {
         CASE, world_size=4,
         config=ADAMW | dict(zero=dict(stage=2, shard_size=2, reduce_every="micro_batch"), gradient_accumulation=2),
     ),
+    "a recomputed block in two stages of one rank": replace(
+        CASE, world_size=1, pipeline=dict(size=1, schedule="bfs", stages_per_rank=2, partition=(2, 4)),
+        config=ADAMW | dict(activation_checkpoint="full"),
+    ),
     "a pipeline": replace(CASE, pipeline=dict(size=2, micro_batches=3), config=ADAMW),
     "a pipeline of one micro-batch, breadth first": replace(
         CASE, layers=4, pipeline=dict(size=2, schedule="bfs", stages_per_rank=2, micro_batches=1), config=ADAMW
