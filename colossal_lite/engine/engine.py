@@ -500,13 +500,9 @@ class Engine:
             reduce=lambda action: self._hooks.reduce(_chunk_of(action)),
             tied_reduce=self._tied_reduce,
         )
-        coord = self._runtime.comm.coord
+        coord, ahead = self._runtime.comm.coord, self._runtime.posts_ahead
         plan, slots = self._plans.of_step(
-            len(parts),
-            coord,
-            backward=trains,
-            knows_shapes=knows_shapes,
-            posts_ahead=self._runtime.posts_ahead,
+            len(parts), coord, backward=trains, knows_shapes=knows_shapes, posts_ahead=ahead
         )
         summed = {(a.stage, a.micro_batch) for a in plan[coord] if a.kind is ActionKind.REDUCE}
         self._weights.follow(plan[coord])

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.shared.support import FEATURES, PAGE, case_of, measure, pairs, read, refusal, write
+from tests.shared.support import (
+    FEATURES,
+    PAGE,
+    case_of,
+    measure,
+    pairs,
+    read,
+    refusal,
+    within_least_budget,
+    write,
+)
 
 BOUND = 1e-10
 
@@ -33,6 +43,13 @@ def test_every_error_on_the_page_is_within_the_bound() -> None:
 def test_a_feature_of_the_matrix_is_legal_alone(name: str) -> None:
     assert refusal(name) is None
     assert case_of(name).world_size <= 8
+
+
+@pytest.mark.parametrize("name", ["ring", "1f1b"])
+def test_the_budget_that_a_refusal_names_for_a_batch_is_enough(name: str) -> None:
+    """What is refused after the first forecast fails the test: it was told as legal."""
+    case = within_least_budget(case_of(name, "budget"))
+    assert case.config["memory"]["device_budget"] > 100_000
 
 
 @pytest.mark.campaign  # six hundred parity runs

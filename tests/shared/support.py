@@ -170,7 +170,7 @@ def measure(a: str, b: str) -> float:
     taken the gradient away."""
     case = case_of(a, b)
     if "budget" in (a, b):
-        case = _within_least_budget(case)
+        case = within_least_budget(case)
     if "updates in backward" not in (a, b):
         return assert_parity(case)
     plain = {key: value for key, value in case.config["optimizer"].items() if key != "update_when"}
@@ -191,7 +191,7 @@ def _train_steps(env: RankEnv, case: Case) -> list[tuple[float, dict[str, Tensor
         return [(float(engine.train_step(batch).loss), engine.full_state_dict()) for batch in batches]
 
 
-def _within_least_budget(case: Case) -> Case:
+def within_least_budget(case: Case) -> Case:
     """The case under the least budget that a refusal names: first of the model alone, then of a batch. Each
     figure that is told as legal for a batch is accepted, so there are two."""
     for _ in range(3):
