@@ -30,6 +30,7 @@ from colossal_lite.transforms.split_backward import WeightGradStore, deliver, li
 class UnmadeLogits(Tensor):
     """Has shape, dtype and device of logits [B, T, V], and no storage. Any operation on it makes them."""
 
+    rows: Tensor
     make: Callable[[], Tensor]
     loss: tuple[Tensor, Tensor]
     made: Tensor | None
@@ -40,9 +41,9 @@ class UnmadeLogits(Tensor):
         rows: Tensor, vocabulary: int, make: Callable[[], Tensor], loss: tuple[Tensor, Tensor]
     ) -> UnmadeLogits:
         """`make` gives the logits of rows [B, T, D]; `loss`: sum over valid labels and their number."""
-        nothing = torch.full((), torch.nan, dtype=rows.dtype, device=rows.device)
+        nothing = torch.empty((), dtype=rows.dtype, device="meta")  # where no mode puts a subclass of its own
         found = nothing.expand(*rows.shape[:-1], vocabulary).as_subclass(UnmadeLogits)
-        found.make, found.loss, found.made, found.version = make, loss, None, 0
+        found.rows, found.make, found.loss, found.made, found.version = rows, make, loss, None, 0
         return found
 
     @classmethod
@@ -50,6 +51,8 @@ class UnmadeLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _FACTS:
                 return func(*args, **(kwargs or {}))
+            if func in _PLACES:
+                return func(args[0].rows)
             made = tree_map(_true, (args, kwargs or {}))
         return func(*made[0], **made[1])
 
@@ -61,8 +64,9 @@ class UnmadeLogits(Tensor):
 
 _FACTS = {
     *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.element_size, Tensor.is_floating_point),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_meta", "is_cuda")),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype")),
 }
+_PLACES = {getattr(Tensor, name).__get__ for name in ("device", "is_meta", "is_cuda", "is_cpu")}
 
 
 def _true(value: Any) -> Any:
