@@ -22,7 +22,7 @@ from colossal_lite.models.gpt import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
 from colossal_lite.planner import dry_run, planner
 from colossal_lite.schedule.optimizer_updates import Crossing, update_plan
-from colossal_lite.schedule.plan import CPU, Action, ActionKind
+from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.zero import build_chunks as packing
 from colossal_lite.zero import parameter_order as order
 from colossal_lite.zero.deferred_updates import DeferredUpdates
