@@ -37,9 +37,9 @@ class DeferredUpdates:
         *,
         by_gradient: bool = False,
     ) -> None:
-        """`handlers` do the actions of their kind; `arrive` waits for the new weights of a chunk whose update has started,
-        and is called in the order of chunks; `end` is called when all are done; `by_gradient`: the gradient of a chunk is there from its turn on, so no
-        action of another one starts with it."""
+        """`handlers` do the actions of their kind; `arrive`, in the order of chunks, waits for the new weights of one
+        whose update has started; `end` is called when all are done; `by_gradient`: the gradient of a chunk is there
+        from its turn on, so no action of another one starts with it."""
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
         self._next = 0
         # Actions behind an update that do not block start with it: the computing that follows hides them.

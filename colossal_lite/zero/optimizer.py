@@ -309,8 +309,8 @@ class ChunkOptimizer(OptimizerState):
         return True
 
     def arrived(self, chunk: Chunk) -> None:
-        """Wait until the model can read the new weights of a chunk, if it is updated on the host. Raises what its copies
-        or its update have raised."""
+        """Wait until the model can read the new weights of a chunk, if it is updated on the host. Raises what its
+        copies or its update have raised."""
         if self.host_updates is not None:
             self.host_updates.arrived(self._index[chunk.spec.id])
 
