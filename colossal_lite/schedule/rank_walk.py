@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Sequence
 
-from colossal_lite.schedule.plan import COMPUTE, COMPUTE_KINDS, MOVES, Action, ActionKind, Chunk, Key, Memory
+from colossal_lite.schedule.plan import COMPUTE, MOVES, Action, ActionKind, Chunk, Key, Memory
 from colossal_lite.schedule.plan_nodes import PlanNodes, work_of
 
 
