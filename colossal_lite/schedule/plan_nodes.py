@@ -14,7 +14,8 @@ from colossal_lite.schedule.plan import COMPUTE_KINDS, Action, ActionKind, Plan,
 class PlanNodes:
     """places[node]: rank, and position in its list. firsts: the first node of each rank. needs[node]: nodes whose work
     must be done before it starts, beside the order of its lane. where: the node of each kind of work on each
-    micro-batch. due: what each stage of a task must run after F. kinds: those of each task that there are. problems: what is wrong, with places.
+    micro-batch. due: what each stage of a task must run after F. kinds: those of each task that there are. problems:
+    what is wrong, with places.
     """
 
     def __init__(self, plan: Plan, shapes: Mapping[int, Shape] | None = None) -> None:
