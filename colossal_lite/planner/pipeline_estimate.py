@@ -237,12 +237,13 @@ def _schedule_text(
     pipeline: PipelineConfig, step: StepShape, stages: Stages, timeline: ScheduleTimeline, live: Iterable[int]
 ) -> str:
     """Describes the schedule: the cut with its stages' costs, the bubble, and the activations of each rank."""
+    held = ", ".join(map(str, live))
     return "\n".join(
         [
             f"{pipeline.schedule}: {pipeline.size} ranks, {step.micro_batches} micro-batches, by the stages' costs",
             *([BY_THE_CLOCK] if pipeline.partition == "profiled" else []),
             *str(stages.cut).splitlines(),
             f"bubble {timeline.idle_share():.1%}",
-            fill(f"activations held at most, of one stage and micro-batch, by rank: {', '.join(map(str, live))}", width=100),
+            fill(f"activations held at most, of one stage and micro-batch, by rank: {held}", width=100),
         ]
     )
