@@ -76,6 +76,8 @@ class RunPlan:
     """Under a budget the placement of each chunk, and the traffic of a step; empty without one."""
     updates: str = ""
     """Where updates run, with their lanes where rates are known; empty where all state rests on the device."""
+    step_list: str = ""
+    """The step's list of actions in brief, with the passes that made it."""
     libraries_bytes: int = LIBRARIES_BYTES
     """Bytes that a process on a CPU loads after torch's import."""
 
@@ -138,6 +140,7 @@ class RunPlan:
                     for row in self.traffic
                 ),
                 *self.schedule.splitlines(),
+                *self.step_list.splitlines(),
                 *(f"  {line}" for line in (*self.memory_budget.splitlines(), *self.updates.splitlines())),
             ]
         )
