@@ -106,6 +106,7 @@ def staged_plan(
         micro_batches=pieces,
         device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
         memory_budget=str(placed) if placed else "",
+        link_bytes=placed.up_bytes + placed.down_bytes if placed else 0,
         schedule=_schedule_text(pipeline, shape, stages, timeline),
         timeline=timeline,
         updates=updates,

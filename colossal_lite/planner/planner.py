@@ -96,6 +96,7 @@ def plan(
         micro_batches=pieces,
         device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
         memory_budget=str(placed) if placed else "",
+        link_bytes=placed.up_bytes + placed.down_bytes if placed else 0,
         updates=updates,
         libraries_bytes=libraries_bytes(config),
     )
