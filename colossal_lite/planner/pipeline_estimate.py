@@ -5,7 +5,7 @@ Note: the fullest moment of the list gives the memory of a step, and its sends g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from textwrap import fill
@@ -38,7 +38,7 @@ from colossal_lite.planner.step_estimate import (
     record_gather,
     samples_of,
 )
-from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.checker import Reading
 from colossal_lite.schedule.footprint import HEADER_BYTES, StageCost, Walk, most_arrivals, most_unread
 from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherPlan
 from colossal_lite.schedule.plan import SENDS, Action, ActionKind, Plan
@@ -77,9 +77,10 @@ def staged_plan(
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
     unread = _unread(made, first, stages, chunks, costs, pieces) if mesh.shares_memory else 0
     mesh.ledger.clear()
-    _record_pipeline(
-        made[stages.coord], chunks, frozen, packed, config, mesh, whole, costs, pieces, stages
-    )  # fmt: skip
+    with dry.forms:
+        _record_pipeline(
+            made[stages.coord], chunks, frozen, packed, config, mesh, whole, costs, pieces, stages
+        )  # fmt: skip
     local = replace(
         whole,
         trainable={n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
@@ -90,7 +91,8 @@ def staged_plan(
     memory, placed, updates = _pipeline_memory(
         made[stages.coord], chunks, frozen, config, local, costs, pieces, stages, slots, dry.sequence
     )  # fmt: skip
-    timeline = simulate(compute_plan(pipeline, shape), shape.costs)
+    reading = Reading(compute_plan(pipeline, shape))
+    timeline = simulate(reading, shape.costs)
     return RunPlan(
         layout=mesh.layout.describe(),
         rank=mesh.rank,
@@ -107,7 +109,7 @@ def staged_plan(
         device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
         memory_budget=str(placed) if placed else "",
         link_bytes=placed.up_bytes + placed.down_bytes if placed else 0,
-        schedule=_schedule_text(pipeline, shape, stages, timeline),
+        schedule=_schedule_text(pipeline, shape, stages, timeline, reading.footprint.live),
         timeline=timeline,
         updates=updates,
         libraries_bytes=libraries_bytes(config),
@@ -233,16 +235,16 @@ def _unread(
 
 
 def _schedule_text(
-    pipeline: PipelineConfig, step: StepShape, stages: Stages, timeline: ScheduleTimeline
+    pipeline: PipelineConfig, step: StepShape, stages: Stages, timeline: ScheduleTimeline, live: Iterable[int]
 ) -> str:
     """Describes the schedule: the cut with its stages' costs, the bubble, and the activations of each rank."""
-    live = ", ".join(map(str, check(compute_plan(pipeline, step)).live))
+    held = ", ".join(map(str, live))
     return "\n".join(
         [
             f"{pipeline.schedule}: {pipeline.size} ranks, {step.micro_batches} micro-batches, by the stages' costs",
             *([BY_THE_CLOCK] if pipeline.partition == "profiled" else []),
             *str(stages.cut).splitlines(),
             f"bubble {timeline.idle_share():.1%}",
-            fill(f"activations held at most, of one stage and micro-batch, by rank: {live}", width=100),
+            fill(f"activations held at most, of one stage and micro-batch, by rank: {held}", width=100),
         ]
     )

@@ -309,10 +309,10 @@ class ChunkOptimizer(OptimizerState):
         return True
 
     def arrived(self, chunk: Chunk) -> None:
-        """Wait until the model can read the new weights of a chunk that is updated on the host. Raises what its copies
-        or its update have raised."""
-        assert self.host_updates is not None
-        self.host_updates.arrived(self._index[chunk.spec.id])
+        """Wait until the model can read the new weights of a chunk, if it is updated on the host. Raises what its
+        copies or its update have raised."""
+        if self.host_updates is not None:
+            self.host_updates.arrived(self._index[chunk.spec.id])
 
     def leaving(self, chunk: Chunk) -> tuple[Transfer, ...]:
         """The copies that still read the gradient of a chunk whose update on the host has started."""
