@@ -109,6 +109,7 @@ def staged_plan(
         micro_batches=pieces,
         device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
         memory_budget=str(state.placed or ""),
+        link_bytes=state.link_bytes,
         schedule=_schedule_text(pipeline, shape, stages, timeline, reading.footprint.live),
         timeline=timeline,
         updates=state.told,

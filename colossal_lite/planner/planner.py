@@ -102,6 +102,7 @@ def plan(
         micro_batches=pieces,
         device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
         memory_budget=str(state.placed or ""),
+        link_bytes=state.link_bytes,
         updates=state.told,
         step_list=step_list(
             config, mesh, shape, actions, [chunk.spec.id for chunk in chunks], state.updates, gathers

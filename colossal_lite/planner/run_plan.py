@@ -74,6 +74,8 @@ class RunPlan:
     """The pipeline's schedule with the costs of its stages."""
     memory_budget: str = ""
     """Under a budget the placement of each chunk, and the traffic of a step; empty without one."""
+    link_bytes: int = 0
+    """Over the link to the host in a step, both ways, under a budget."""
     updates: str = ""
     """Where updates run, with their lanes where rates are known; empty where all state rests on the device."""
     step_list: str = ""

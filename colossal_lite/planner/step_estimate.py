@@ -110,6 +110,11 @@ class StateForecast:
     updates: Plan
     told: str
 
+    @property
+    def link_bytes(self) -> int:
+        """Bytes over the links in a step, both ways, of what a placement moves."""
+        return self.placed.up_bytes + self.placed.down_bytes if self.placed else 0
+
 
 def memory_rows(
     config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost,
