@@ -147,19 +147,22 @@ def test_a_stopped_run_goes_on_on_another_number_of_devices_and_halves_as_one_th
         assert found[name]["cause"] == "not among the best 2 of 4 at step 4"
 
 
-def test_tasks_that_train_stage_by_stage_are_as_alone_beside_each_other_on_two_devices(
+def test_tasks_larger_than_their_device_train_stage_by_stage_with_the_bits_of_no_budget(
     tmp_path: Path,
 ) -> None:
-    """One of them is killed, and both move between the devices."""
-    killed = Dying(tmp_path / "killed")
+    """One asks for stages, and is killed; the other has a budget alone. Both move between the devices."""
+    free = {name: value for name, value in own.BUDGET.items() if name != "memory"}
     tasks = [
-        task("stages", build=own.deep, config=own.SPILLED, data=killed),
-        task("others", 3e-3, 9, build=own.deep, config=own.SPILLED),
+        task("stages", build=own.deep, config=own.SPILLED, data=Dying(tmp_path / "killed")),
+        task("budget", 3e-3, 5, build=own.deep, config=own.BUDGET),
     ]
-    by_themselves = run_world(alone, 1, [replace(each, data=TRAIN) for each in tasks], tmp_path)[0]
+    unhurt = [replace(tasks[0], data=TRAIN), task("budget", 3e-3, 5, build=own.deep, config=free)]
+    by_themselves = run_world(alone, 1, unhurt, tmp_path)[0]
     folder, how = tmp_path / "many", dict(policy="elsewhere", save_every=3)
     found = run_world(together, 2, tasks, folder, how, timeout_s=100)[0]
     assert_as_alone(found, by_themselves, folder, tasks)
+    told = "".join(path.read_text() for path in (folder / "logs").iterdir())
+    assert "budget: ways to train within memory.device_budget" in told, told
 
 
 @pytest.mark.campaign
