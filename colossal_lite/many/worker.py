@@ -26,15 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colossal_lite.checkpoint import tools
 from colossal_lite.checkpoint.files import listed
+from colossal_lite.config.config import Config
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.initialize import initialize
 from colossal_lite.engine.run import Run
 from colossal_lite.engine.stopping import STOP_SIGNALS
 from colossal_lite.many.task import Task
+from colossal_lite.planner.spill import spill
 
 Launch = Callable[..., Context]
 Message = dict[str, Any]
@@ -102,14 +104,13 @@ def _write_into(log: Path) -> None:
 class OpenTask:
     """The engine of one task, and the position in its data."""
 
-    def __init__(self, order: Order, task: Task) -> None:
+    def __init__(self, order: Order, task: Task, config: Config, data: Any) -> None:
         self.task = task
-        self.context = order.launch(task.settings(order.shared), rank=0, world_size=1)
+        self.context = order.launch(config, rank=0, world_size=1)
         try:
             build = copy.deepcopy(task.build) if isinstance(task.build, nn.Module) else task.build
             engine = initialize(build, context=self.context, criterion=task.criterion)
             self.run = Run(folder_of(order.directory, task.name), engine, save_every=order.save_every)
-            data = _found(task.data)
             self.batches: Iterator[Any] = iter(
                 self.run.batches(data, steps=task.steps, global_batch=task.global_batch)
             )
@@ -143,6 +144,33 @@ class OpenTask:
         self.context.__exit__(type(error) if error else None, error, None)
 
 
+def _settings(task: Task, shared: Mapping[str, Any], data: Any) -> Config:
+    """The settings of a task; under a device budget, those by which it trains within it (planner/spill.py).
+
+    They stay as they are for a built module, a criterion of the task's own, and samples that are no ids with labels:
+    only a step shows what these need."""
+    config = Config.load(task.settings(shared))
+    if config.memory.device_budget is None or isinstance(task.build, nn.Module) or task.criterion is not None:
+        return config
+    if (tokens := _tokens_of(data)) is None:
+        return config
+    found = spill(config, task.build, batch=task.global_batch, sequence=tokens)
+    if found.chosen is not None:
+        print(f"{task.name}: ways to train within memory.device_budget; * is taken\n{found}", flush=True)
+    return Config.load(config, found.options)
+
+
+def _tokens_of(data: Any) -> int | None:
+    """Tokens of the first sample; None if it is no pair of ids and labels."""
+    row, inputs = data[0] if len(data) else None, None
+    if isinstance(row, Mapping):
+        inputs = row.get("input_ids")
+    elif isinstance(row, tuple | list) and row:
+        inputs = row[0]
+    ids = torch.as_tensor(inputs) if isinstance(inputs, Tensor | list) else None
+    return len(ids) if ids is not None and ids.dim() == 1 and not ids.is_floating_point() else None
+
+
 def _found(data: Any) -> Any:
     """A dataset, or what a function of no argument returns."""
     found = data() if callable(data) and not hasattr(data, "__len__") else data
@@ -157,6 +185,8 @@ class Worker:
     def __init__(self, order: Order) -> None:
         self._order, self._tasks = order, {task.name: task for task in order.tasks}
         self._open: dict[str, OpenTask] = {}
+        self._configs: dict[str, Config] = {}
+        """Of each task that was opened here: planned once."""
 
     def answer(self, request: Message) -> Message:
         """Do what is asked. What goes wrong in a task is its answer."""
@@ -179,7 +209,7 @@ class Worker:
 
     def _run(self, task: str, to: int, evaluates: bool) -> Message:
         begun_s = time.monotonic()
-        held = self._open.pop(task, None) or OpenTask(self._order, self._tasks[task])
+        held = self._open.pop(task, None) or self._opened(self._tasks[task])
         self._open[task] = held
         opened_s, before = time.monotonic(), held.step
         loss = held.advance(to)
@@ -192,6 +222,12 @@ class Worker:
             "done": done, "open_s": opened_s - begun_s, "run_s": ran_s - opened_s,
             "end_s": time.monotonic() - ran_s,
         }  # fmt: skip
+
+    def _opened(self, task: Task) -> OpenTask:
+        data = _found(task.data)
+        if task.name not in self._configs:
+            self._configs[task.name] = _settings(task, self._order.shared, data)
+        return OpenTask(self._order, task, self._configs[task.name], data)
 
     def _park(self, task: str) -> Message:
         begun_s = time.monotonic()

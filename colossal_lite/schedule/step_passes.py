@@ -42,7 +42,7 @@ def add_messages(plan: Plan, seconds: Callable[[Action], float] | None = None, a
     def positive_s(action: Action) -> float:
         return max(cost(action), least_s) if action.kind in COMPUTE_KINDS else cost(action)
 
-    spans = {(span.rank, span.action): span for span in simulate(plan, positive_s).spans}
+    spans = {(span.rank, span.action): span for span in simulate(reading, positive_s).spans}
     compute = [[i for i, a in enumerate(actions) if a.kind in COMPUTE_KINDS] for actions in plan]
     # When the compute of each rank ends or starts; both ascend.
     times_s = [
@@ -180,6 +180,8 @@ def freeze(plan: Plan, trainable: Sequence[bool]) -> Plan:
 def repeat(plan: Plan, times: int) -> Plan:
     """Repeats a plan of m micro-batches `times` times for gradient accumulation, with the next m micro-batches each
     time."""
+    if times == 1:
+        return plan
     shift = Shape.of(plan, 0).micro_batches
 
     def one(action: Action, turn: int) -> Action:
