@@ -269,7 +269,10 @@ def _by_blocks(
     _check_range(start, stop)
     cuts = [*range(start, stop, _BLOCK_ELEMENTS), stop] if stop > start else [start, stop]
     blocks = [torch.from_numpy(transform(_contiguous_words(key, low, high))) for low, high in pairwise(cuts)]
-    return (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).to(device)
+    whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+    return (
+        whole if torch.device(device).type == "cpu" else torch.empty_like(whole, device=device).copy_(whole)
+    )
 
 
 def _contiguous_words(key: Key, start: int, stop: int) -> Array:
