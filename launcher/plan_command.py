@@ -90,6 +90,8 @@ class PlanCommand:
         Console(width=min(Console().width, WIDTH)).print(run_plan.table(plan))
         if plan.schedule:
             print(f"\n{plan.schedule}")
+        if plan.step_list:
+            print(f"\n{plan.step_list}")
         if self.svg is not None:
             print(f"{self.svg}: the schedule, by the costs of its stages")
         return 1 if plan.fits is False else 0

@@ -23,7 +23,6 @@ from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
-from colossal_lite.offload.placement import StatePlacement
 from colossal_lite.pipeline.model_units import traced_units
 from colossal_lite.pipeline.stages import Stages, lay_out
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, step_plan
@@ -31,6 +30,7 @@ from colossal_lite.pipeline.step_plans import shape_of
 from colossal_lite.planner.dry_run import META, Builder, Cost, DryRun, Whole, bytes_of
 from colossal_lite.planner.run_plan import MemoryTerm, RunPlan, Term, libraries_bytes
 from colossal_lite.planner.step_estimate import (
+    StateForecast,
     batch_terms,
     exchange_rows,
     memory_rows,
@@ -38,6 +38,7 @@ from colossal_lite.planner.step_estimate import (
     record_gather,
     samples_of,
 )
+from colossal_lite.planner.step_list import step_list
 from colossal_lite.schedule.checker import Reading
 from colossal_lite.schedule.footprint import HEADER_BYTES, StageCost, Walk, most_arrivals, most_unread
 from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherPlan
@@ -88,7 +89,7 @@ def staged_plan(
     )
     rows = mesh.ledger.rows()
     assert shape.costs is not None
-    memory, placed, updates = _pipeline_memory(
+    state = _pipeline_memory(
         made[stages.coord], chunks, frozen, config, local, costs, pieces, stages, slots, dry.sequence
     )  # fmt: skip
     reading = Reading(compute_plan(pipeline, shape))
@@ -99,7 +100,7 @@ def staged_plan(
         world_size=mesh.world_size,
         parameters=sum(whole.specs[name].numel for name in whole.names),
         local_parameters=sum(local.trainable.values()) + sum(local.frozen.values()),
-        memory=memory + exchange_rows(mesh, unread),
+        memory=state.rows + exchange_rows(mesh, unread),
         traffic=rows,
         batch=(
             *batch_terms(config, batch, dry.sequence, mesh, pieces),
@@ -107,11 +108,14 @@ def staged_plan(
         ),
         micro_batches=pieces,
         device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
-        memory_budget=str(placed) if placed else "",
-        link_bytes=placed.up_bytes + placed.down_bytes if placed else 0,
+        memory_budget=str(state.placed or ""),
+        link_bytes=state.link_bytes,
         schedule=_schedule_text(pipeline, shape, stages, timeline, reading.footprint.live),
         timeline=timeline,
-        updates=updates,
+        updates=state.told,
+        step_list=step_list(
+            config, mesh, shape, made[stages.coord], [c.spec.id for c in chunks], state.updates
+        ),
         libraries_bytes=libraries_bytes(config),
     )
 
@@ -179,7 +183,7 @@ def _pipeline_memory(
     actions: Sequence[Action], chunks: tuple[Chunk, ...], frozen: tuple[WeightChunk, ...], config: Config,
     whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
     tokens: int,
-) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None, str]:  # fmt: skip
+) -> StateForecast:  # fmt: skip
     """As `memory_rows`, at the fullest moment of the list, with `slots` of messages; `tokens` of a sample."""
     # Other ranks' gradients of a tied chunk are received beside it and summed in a buffer of their own.
     tied = {

@@ -262,6 +262,26 @@ def test_the_command_refuses_with_exit_2(
     assert (code, out) == (2, "") and says in err
 
 
+def test_the_command_prints_the_whole_step_in_brief(capsys: pytest.CaptureFixture[str], config: str) -> None:
+    given = ("--zero.stage", "3", "--memory.placement", "host")
+    staged = ("--parallel.pipeline.size", "2", "--parallel.pipeline.micro_batches", "4")
+    code, out, _ = command(capsys, config, *given, *staged, "--world", "4")
+    step = " ".join(out[out.index("2 lists in a step") :].split())
+    assert code == 0 and step.startswith("2 lists in a step, each of 2 ranks; of rank 0: 1f1b; messages")
+    assert "prefetch 1; gradients summed by micro-batch, updates by step; state in its tiers: host" in step
+    assert "(0F0 0SEND_F0) x 2" in step and "from the norm to the next forward: FETCH#0" in step
+
+
+def test_a_step_without_stages_is_printed_with_the_gathers_of_its_blocks_and_the_parts_on_the_host(
+    capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    given = ("--zero.stage", "3", "--memory.placement", "host", "--gradient_accumulation", "2")
+    code, out, _ = command(capsys, config, *given, "--memory.update_on", "host", "--world", "2")
+    step = " ".join(out[out.index("one list in a step") :].split())
+    assert code == 0 and "(0F0 0B0 0REDUCE0#0..3) x 2" in step
+    assert "within a micro-batch, stages being blocks: UNSHARD#0" in step and "@cpu" in step
+
+
 def test_a_plan_is_data() -> None:
     made = plan({}, DEEP, batch=4, sequence=24, world_size=2)
     assert isinstance(made, RunPlan) and hash(made) == hash(
