@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from colossal_lite.checkpoint import tools
 from colossal_lite.checkpoint.files import listed
@@ -36,7 +36,7 @@ from colossal_lite.engine.initialize import initialize
 from colossal_lite.engine.run import Run
 from colossal_lite.engine.stopping import STOP_SIGNALS
 from colossal_lite.many.task import Task
-from colossal_lite.planner.spill import spill
+from colossal_lite.many.task_plan import data_of, settings_of
 
 Launch = Callable[..., Context]
 Message = dict[str, Any]
@@ -137,46 +137,11 @@ class OpenTask:
         return loss
 
     def evaluate(self) -> float:
-        return self.run.evaluate(_found(self.task.evaluate), global_batch=self.task.global_batch)
+        return self.run.evaluate(data_of(self.task.evaluate), global_batch=self.task.global_batch)
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the context, with a checkpoint of the last step where there is no error."""
         self.context.__exit__(type(error) if error else None, error, None)
-
-
-def _settings(task: Task, shared: Mapping[str, Any], data: Any) -> Config:
-    """The settings of a task; under a device budget, those by which it trains within it (planner/spill.py).
-
-    They stay as they are for a built module, a criterion of the task's own, and samples that are no ids with labels:
-    only a step shows what these need."""
-    config = Config.load(task.settings(shared))
-    if config.memory.device_budget is None or isinstance(task.build, nn.Module) or task.criterion is not None:
-        return config
-    if (tokens := _tokens_of(data)) is None:
-        return config
-    found = spill(config, task.build, batch=task.global_batch, sequence=tokens)
-    if found.chosen is not None:
-        print(f"{task.name}: ways to train within memory.device_budget; * is taken\n{found}", flush=True)
-    return Config.load(config, found.options)
-
-
-def _tokens_of(data: Any) -> int | None:
-    """Tokens of the first sample; None if it is no pair of ids and labels."""
-    row, inputs = data[0] if len(data) else None, None
-    if isinstance(row, Mapping):
-        inputs = row.get("input_ids")
-    elif isinstance(row, tuple | list) and row:
-        inputs = row[0]
-    ids = torch.as_tensor(inputs) if isinstance(inputs, Tensor | list) else None
-    return len(ids) if ids is not None and ids.dim() == 1 and not ids.is_floating_point() else None
-
-
-def _found(data: Any) -> Any:
-    """A dataset, or what a function of no argument returns."""
-    found = data() if callable(data) and not hasattr(data, "__len__") else data
-    if not hasattr(found, "__len__"):
-        raise ValueError(f"data: a {type(found).__name__} has no length; legal: a dataset with one")
-    return found
 
 
 class Worker:
@@ -224,9 +189,9 @@ class Worker:
         }  # fmt: skip
 
     def _opened(self, task: Task) -> OpenTask:
-        data = _found(task.data)
+        data = data_of(task.data)
         if task.name not in self._configs:
-            self._configs[task.name] = _settings(task, self._order.shared, data)
+            self._configs[task.name] = settings_of(task, self._order.shared, data)
         return OpenTask(self._order, task, self._configs[task.name], data)
 
     def _park(self, task: str) -> Message:

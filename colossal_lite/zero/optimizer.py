@@ -33,6 +33,7 @@ from colossal_lite.memory.copy_streams import ALL_AS_THEY_COPY, LinkSpeeds
 from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkKey
+from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import copied_to, sent_back
 from colossal_lite.numerics.optimizers import Group, Rule, rule_of
@@ -148,7 +149,7 @@ class ChunkOptimizer(OptimizerState):
             self.tiers.at_rest(index)
             if self.tiers
             else {
-                name: torch.zeros(chunk.owned[1] - chunk.owned[0], dtype=dtype, device=chunk.device)
+                name: zeros_on(chunk.device, chunk.owned[1] - chunk.owned[0], dtype)
                 for name, dtype in some.items()
             }
             for index, (chunk, some) in enumerate(zip(self._chunks, forms, strict=True))

@@ -18,7 +18,7 @@ from tests.draws import outcome_of
 from tests.house.drawn_faults import FAULTS
 from tests.shared.drawn_cases import STEPS, DrawnCase, case_of, draw
 from tests.shared.drawn_runs import Ended, PlainLoop, Seen, Truth, at_own_weights, plain_run, refused_batch
-from tests.shared.drawn_signs import wrong_beside_signs
+from tests.shared.drawn_signs import LionSigns, wrong_beside_signs
 from tests.shared.drawn_verdicts import follows_rounding, judge_end, masked, unlike, wrong
 from tests.shared.places import place
 
@@ -164,6 +164,28 @@ def lion_run(dtype: str, flipped: str) -> tuple[DrawnCase, Seen, list[dict[str, 
         evaluated=run.evaluated[0], told="ValueError: 3", weights=states[2],
     )  # fmt: skip
     return case, seen, states[:3]
+
+
+def test_a_weight_that_comes_back_to_zero_moved_by_no_more_than_its_signs() -> None:
+    """Of a rate of zero in the last step, and of a weight that is exactly zero on the ranks alone."""
+    case, seen, states = lion_run("fp64", "least")
+    case = replace(case, config=case.config | dict(lr_scheduler=dict(type="one_cycle", total_steps=2)))
+    signs = LionSigns(case, states, [False] * 4)
+    loop = PlainLoop(case, "fp64")
+    loop.step(2, skip=True)
+    for name, value in loop.masters.items():
+        value.fill_(1e-19)
+        states[2][name] = torch.zeros_like(value)
+    signs.tossed = [
+        {},
+        {},
+        {name: torch.ones_like(value, dtype=torch.bool) for name, value in states[2].items()},
+    ]
+    signs.check(loop, 2)
+    assert signs.fault == ""
+    states[2] = {name: value + 1e-5 for name, value in states[2].items()}
+    signs.check(loop, 2)
+    assert "moved by more than two signs" in signs.fault
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16"])

@@ -23,6 +23,10 @@ def gpt() -> cl.models.GPT:
     return cl.models.GPT(SHAPE)
 
 
+def train() -> list[Any]:
+    return TRAIN
+
+
 def raises() -> cl.models.GPT:
     raise ValueError("no such weights")
 

@@ -60,7 +60,7 @@ class LionSigns:
             self.tossed.append(
                 self._decided(loop, number, norm, gradients) if moved else dict(self._latest())
             )
-            self._check(loop, number)
+            self.check(loop, number)
         loop.take(self.states[number], self.tossed[number])
         self._before = loop.weights()
 
@@ -104,13 +104,14 @@ class LionSigns:
         share = max(rounding, NARROW * max(shares))
         return {name: max(share * most[name], NARROW * off[name]) for name in gradients}
 
-    def _check(self, loop: PlainLoop, number: int) -> None:
+    def check(self, loop: PlainLoop, number: int) -> None:
         """A weight that is taken over differs by the two signs alone."""
         rate = max(group["lr"] for each in loop.optimizers for group in each.param_groups)
+        most = 2.001 * rate + 1e-3 * max(max(peaks) for peaks in loop.peaks)
         for name, tossed in self.tossed[number].items():
             own, mine = self.states[number][name].double()[tossed], loop.masters[name].double()[tossed]
             slack = 2 * ROUNDING.get(self.case.dtype, 1e-6) * own.abs()
-            if bool(((own - mine).abs() > 2.001 * rate + slack).any()):
+            if bool(((own - mine).abs() > most + slack).any()):
                 self.fault = self.fault or f"step {number}: {name} moved by more than two signs of Lion"
 
 
