@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, Candidate, Choose
 from colossal_lite.many.task import check, fingerprint
 from colossal_lite.many.trainer import train
+from colossal_lite.many.worker import Order, Worker, saved_step
 from tests.many import tasks as own
 from tests.many.tasks import CONFIG, TRAIN, Dying, task
 from tests.shared.pool import RankEnv, run_world
@@ -183,6 +185,23 @@ def test_kills_at_drawn_moments_change_no_bit(seed: int, expected: Found, tmp_pa
             together, draw.choice([1, 2, 4]), tasks, folder, how | dict(resume=True), timeout_s=120
         )[0]
     assert_as_alone(found, {**expected, "killed": expected["a"]}, folder)
+
+
+def by_turns(env: RankEnv, folder: Path) -> list[float]:
+    """Seconds from a request to its first step, of two open tasks that train a step each, by turns."""
+    prepare = partial(launcher_env.show_one_device, env.rank)
+    order = Order((task("a"), task("b")), CONFIG, folder, None, cl.launch, folder / "log", prepare)
+    worker = Worker(order)
+    asked = [dict(do="run", task=name, to=step, evaluates=False) for step in range(1, 4) for name in "ab"]
+    answers = [worker.answer(request) for request in asked]
+    assert [answer["step"] for answer in answers] == [request["to"] for request in asked]
+    assert not any(saved_step(folder, name) for name in "ab")
+    worker.park_all()
+    return [answer["open_s"] for answer in answers[2:]]
+
+
+def test_a_device_goes_from_one_open_task_to_another_within_5_ms(tmp_path: Path) -> None:
+    assert median(run_world(by_turns, 1, tmp_path)[0]) <= 5e-3
 
 
 def test_everything_that_is_wrong_is_refused_at_once() -> None:
