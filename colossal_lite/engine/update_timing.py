@@ -192,8 +192,8 @@ class Updates:
             self._update(action, used, factor, scale)
 
         def arrive(index: int) -> None:
-            assert isinstance(self._optimizer, ChunkOptimizer)
-            self._optimizer.arrived(self._chunks[index])
+            if isinstance(self._optimizer, ChunkOptimizer):
+                self._optimizer.arrived(self._chunks[index])
             if self._in_backward is None:
                 self._updated(self._chunks[index], used)
             else:  # the gathers of all chunks come after the last update
@@ -215,11 +215,8 @@ class Updates:
             if self._in_backward is not None:
                 assert isinstance(self._optimizer, ChunkOptimizer)
                 chunk.free_gradient(*self._optimizer.leaving(chunk))
-            if self._in_backward is not None and holds_up(action):
-                self._metering.updated(chunk.spec.id)
             elif holds_up(action):
                 chunk.free_gradient()
-                self._updated(chunk, used)
 
     def _updated(self, chunk: Chunk, used: Used) -> None:
         """After the update of a chunk: start the gather of its new weights if the next forward needs it."""

@@ -187,8 +187,9 @@ class HostUpdates:
         (self._both if is_both else self._written).give(slot, gone)
 
     def arrived(self, index: int) -> None:
-        """Wait until the new weights of a chunk are where the model reads them."""
-        self._coming.pop(index).wait()
+        """Wait until the new weights of a chunk are where the model reads them; nothing if it is not updated here."""
+        if (coming := self._coming.pop(index, None)) is not None:
+            coming.wait()
 
     def close(self) -> None:
         self.updates_link.close()

@@ -10,18 +10,19 @@ placeholders, which no code can read by mistake.
 Source: arXiv 2410.21316 (updates and copies that overlap); unlike the
 delayed update of 2101.06840, no forward sees weights of a step before.  Updates on the host do not block the caller.
 They start as soon as no update on the device comes before them in the plan.  A read of a chunk then waits until its new
-weights have arrived (`arrive`).  Chunks are done in their order, wherever they are updated.  So ranks gather them in
-the same order, also if one of them owns nothing of a chunk.
+weights have arrived (`arrive`).  An update on the device does not wait for those on the host before it.  But chunks
+arrive in their order, wherever they are updated.  So ranks gather them in the same order, also if one of them owns
+nothing of a chunk.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from colossal_lite.schedule.optimizer_updates import ChunkPart, holds_up, part_of
-from colossal_lite.schedule.plan import CPU, Action, ActionKind
+from colossal_lite.schedule.plan import Action, ActionKind
 
 
 class DeferredUpdates:
@@ -36,9 +37,9 @@ class DeferredUpdates:
         *,
         by_gradient: bool = False,
     ) -> None:
-        """`handlers` do the actions of their kind; `arrive` waits for the new weights of a chunk that is updated on the
-        host; `end` is called when all are done; `by_gradient`: the gradient of a chunk is there from its turn on, so no
-        action of another one starts with it."""
+        """`handlers` do the actions of their kind; `arrive`, in the order of chunks, waits for the new weights of one
+        whose update has started; `end` is called when all are done; `by_gradient`: the gradient of a chunk is there
+        from its turn on, so no action of another one starts with it."""
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
         self._next = 0
         # Actions behind an update that do not block start with it: the computing that follows hides them.
@@ -50,8 +51,9 @@ class DeferredUpdates:
                 self._stops.setdefault(chunk, stop)
             is_own = action.kind is ActionKind.UPDATE or part is not ChunkPart.RECORD
             stop = number if holds_up(action) or by_gradient and is_own else stop
-        self._coming: deque[int] = deque()  # updates on the host that have started
-        self._last: int | None = None
+        self._coming: list[
+            tuple[int, bool]
+        ] = []  # a heap: chunks whose updates have started, and if they must be waited for
         self._failure: Exception | None = None
 
     @property
@@ -61,9 +63,8 @@ class DeferredUpdates:
 
     def until(self, chunk: int) -> None:
         """The chunk with this number in the plan is updated, and all those before it."""
-        if chunk != self._last:  # an update may itself ask for what it has just made
-            self._run(self._stops[chunk])
-            self._settle(chunk)
+        self._run(self._stops[chunk])
+        self._settle(chunk)
 
     def start(self, chunk: int) -> None:
         """As `until`, but updates on the host only start."""
@@ -74,7 +75,7 @@ class DeferredUpdates:
         caller knows: some weights are of this step and others are not."""
         while self._coming:
             try:
-                self._arrive(self._coming.popleft())
+                self._arrive(heapq.heappop(self._coming)[0])
             except Exception as error:
                 self.mark_failed(error)
 
@@ -96,19 +97,18 @@ class DeferredUpdates:
         while self._next < stop:
             action = self._actions[self._next]
             self._next += 1
-            if holds_up(action):
-                self._last = action.chunk
-                self._settle((action.chunk or 0) - 1)  # so all ranks gather in the order of chunks
             with self._noting_failures():
                 self._handlers[action.kind](action)
-            if action.kind is ActionKind.UPDATE and action.resource == CPU:
-                self._coming.append(action.chunk or 0)
+            if action.kind is ActionKind.UPDATE:
+                heapq.heappush(self._coming, (action.chunk or 0, not holds_up(action)))
+                self._settle(-1)
 
     def _settle(self, last: int | None) -> None:
-        """Wait for the updates on the host up to that of chunk `last`; None: all."""
-        while self._coming and (last is None or self._coming[0] <= last):
+        """Wait for the chunks up to `last` whose updates have started; None: all. Those behind them that need no wait
+        arrive too."""
+        while self._coming and (last is None or self._coming[0] <= (last, True) or not self._coming[0][1]):
             with self._noting_failures():
-                self._arrive(self._coming.popleft())
+                self._arrive(heapq.heappop(self._coming)[0])
 
     @contextmanager
     def _noting_failures(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ VALID = [(row[:-1], row[1:]) for row in TOKENS[22:]]
 
 def gpt() -> cl.models.GPT:
     return cl.models.GPT(SHAPE)
+
+
+def train() -> list[Any]:
+    return TRAIN
 
 
 def raises() -> cl.models.GPT:
@@ -53,10 +58,27 @@ class Dying(list[Any]):
         return super().__getitem__(index)
 
 
+AWAY = dict(placement="static", host_fraction=dict.fromkeys(("weights", "gradients", "optimizer"), 1.0))
+STAGES = dict(size=1, schedule="bfs", stages_per_rank=3, micro_batches=2)
+SPILLED: dict[str, Any] = dict(
+    parallel=dict(pipeline=STAGES), zero=dict(stage=3, prefetch=0), memory=AWAY | dict(update_on="host")
+)
+"""Trains one stage after the other, with all state on the host."""
+BUDGET: dict[str, Any] = dict(
+    gradient_accumulation=2, zero=dict(sum_order="ordered"),
+    memory=dict(placement="auto", device_budget=1_300_000, update_on="host"),
+)  # fmt: skip
+"""Has no room for the weights of `deep`."""
+
+
+def deep() -> cl.models.GPT:
+    return cl.models.GPT(replace(SHAPE, layers=3, width=32, tied=False))
+
+
 def task(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:
-    given: dict[str, Any] = dict(build=gpt, data=TRAIN, evaluate=VALID) | more
-    build = given.pop("build")
-    return cl.Task(name, build, steps=steps, global_batch=4, config=dict(optimizer=dict(lr=lr)), **given)
+    given: dict[str, Any] = dict(build=gpt, data=TRAIN, evaluate=VALID, config={}) | more
+    build, config = given.pop("build"), dict(optimizer=dict(lr=lr)) | given.pop("config")
+    return cl.Task(name, build, steps=steps, global_batch=4, config=config, **given)
 
 
 def alone(task: cl.Task, folder: Path) -> tuple[list[float], dict[str, torch.Tensor], float]:
@@ -73,9 +95,9 @@ def alone(task: cl.Task, folder: Path) -> tuple[list[float], dict[str, torch.Ten
     return losses, weights, held_out
 
 
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+def weights_in(task: cl.Task, folder: Path) -> dict[str, torch.Tensor]:
     """What a task's newest checkpoint holds."""
     with cl.launch(CONFIG, rank=0, world_size=1) as context:
-        engine = cl.initialize(gpt, context=context)
+        engine = cl.initialize(task.build, context=context)
         engine.load(folder / "checkpoints")
         return engine.full_state_dict()

@@ -1,19 +1,23 @@
 """A clock that only planted seconds move, and links that run on it: what a real run waits for, without a real second.
 
-Note: a link copies when it is asked to, so bytes are where they would be; when the copy would have begun and ended is
-worked out from when the link was free and from what it came after.  Whoever waits moves the clock to that end.
+Note: a link copies when it is asked to, so bytes are where they would be.  Its seconds pass when the clock moves: one
+copy of a bus runs after the other, each after those that it names.  Copies and updates on the host share the host's
+memory: while they ask for more than there is, each is slowed down by the same factor.  Whoever waits moves the clock to
+that end.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 from unittest.mock import patch
 
 from colossal_lite.memory import link
-from colossal_lite.memory.copy_streams import ThreadExecutor
+from colossal_lite.memory.copy_streams import Bus, ThreadExecutor
 from colossal_lite.offload import host_updates, optimizer_states, state_storage
 
 
@@ -24,11 +28,49 @@ class Clock:
     order: list[str] = field(default_factory=list)
     planted_s: dict[str, float] = field(default_factory=dict)
     """Of whatever links of these names do, in the place of what their speed says."""
+    planted_bytes: dict[str, float] = field(default_factory=dict)
+    """Of host memory that it moves, in the place of the bytes that are copied."""
+    host_bytes_per_s: float = inf
+    """Of the host's memory, which all links share."""
+    lanes: dict[Bus, deque[VirtualTransfer]] = field(default_factory=dict)
+    """What has not ended on each bus."""
 
     def compute(self, what: str, seconds: float) -> None:
         self.order.append(what)
-        self.now_s += seconds
+        self.pass_until(self.now_s + seconds)
         self.computed_s += seconds
+
+    def pass_until(self, moment_s: float) -> None:
+        """Move to this moment."""
+        while self._step(moment_s):
+            pass
+        self.now_s = moment_s
+
+    def pass_to_end_of(self, transfer: VirtualTransfer) -> None:
+        """Move to the moment at which it ends; stay if it has ended."""
+        while not transfer.has_ended:
+            assert self._step(inf), "it waits for what nobody runs"
+
+    def _step(self, moment_s: float) -> bool:
+        """Move to the next end of anything that runs, if it comes before this moment."""
+        running = [
+            lane[0] for lane in self.lanes.values() if lane and all(t.has_ended for t in lane[0].before)
+        ]
+        asked = sum(transfer.host_bytes_per_s for transfer in running)
+        slow = max(1.0, asked / self.host_bytes_per_s)
+        factor = {t: slow if t.host_bytes_per_s else 1.0 for t in running}
+        first = min(running, key=lambda t: t.left_s * factor[t], default=None)
+        if first is None:
+            return False
+        passed_s = min(first.left_s * factor[first], moment_s - self.now_s)
+        is_over = self.now_s + first.left_s * factor[first] <= moment_s
+        self.now_s += passed_s
+        for transfer in running:
+            transfer.left_s -= passed_s / factor[transfer]
+        if is_over:
+            first.has_ended = True
+            self.lanes[first.link.bus].popleft()
+        return is_over
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -46,16 +88,19 @@ class Clock:
 @dataclass(eq=False)
 class VirtualTransfer:
     link: VirtualLink
-    end_s: float
+    left_s: float
+    host_bytes_per_s: float
+    before: Sequence[VirtualTransfer]
+    has_ended: bool = False
 
     @property
     def link_name(self) -> str:
         return self.link.name
 
     def wait(self) -> None:
-        clock = self.link.clock
-        self.link.blocked_s += max(0.0, self.end_s - clock.now_s)
-        clock.now_s = max(clock.now_s, self.end_s)
+        start_s = self.link.clock.now_s
+        self.link.clock.pass_to_end_of(self)
+        self.link.blocked_s += self.link.clock.now_s - start_s
 
     finish = wait
     priority, after, is_revoked = link.Priority.DEMAND, (), False
@@ -85,9 +130,11 @@ class VirtualLink(link.Link):
         if then is not None:
             then()
         self.moved_bytes += size_bytes
-        start_s = max(self.clock.now_s, *(transfer.end_s for transfer in after), 0.0)
         seconds = self.clock.planted_s.get(self.name, self.speed.seconds(size_bytes))
-        return VirtualTransfer(self, self.bus.take(start_s, seconds))
+        host_bytes = self.clock.planted_bytes.get(self.name, size_bytes)
+        transfer = VirtualTransfer(self, seconds, host_bytes / seconds if seconds else 0.0, tuple(after))
+        self.clock.lanes.setdefault(self.bus, deque()).append(transfer)
+        return transfer
 
     def close(self) -> None:
         return

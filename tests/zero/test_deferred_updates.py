@@ -22,7 +22,7 @@ from colossal_lite.models.gpt import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
 from colossal_lite.planner import dry_run, planner
 from colossal_lite.schedule.optimizer_updates import Crossing, update_plan
-from colossal_lite.schedule.plan import CPU, Action, ActionKind
+from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.zero import build_chunks as packing
 from colossal_lite.zero import parameter_order as order
 from colossal_lite.zero.deferred_updates import DeferredUpdates
@@ -365,18 +365,25 @@ def test_chunks_are_done_in_their_order_wherever_they_are_updated(
     """So ranks gather in one order, also where one of them has nothing to update of a chunk."""
     done: list[int] = []
     plan = update_plan(3, ahead=1, on_host=dict.fromkeys(on_host, Crossing()))
-
-    def update(action: Action) -> None:
-        if action.resource != CPU:
-            done.append(action.chunk or 0)
-
-    handlers = {ActionKind.UPDATE: update, ActionKind.FETCH: repr, ActionKind.EVICT: repr}
+    handlers = dict.fromkeys((ActionKind.UPDATE, ActionKind.FETCH, ActionKind.EVICT), repr)
     updates = DeferredUpdates(plan[0], handlers, lambda: None, done.append)
     for chunk in asked:
         updates.until(chunk)
         assert chunk in done
     updates.finish()
     assert done == [0, 1, 2]
+
+
+def test_an_update_on_the_device_does_not_wait_for_one_on_the_host_before_it() -> None:
+    done: list[str] = []
+    plan = update_plan(3, ahead=1, on_host={0: Crossing(), 2: Crossing()})
+    handlers: dict[ActionKind, Any] = dict.fromkeys((ActionKind.FETCH, ActionKind.EVICT), repr)
+    handlers[ActionKind.UPDATE] = lambda action: done.append(f"update {action.chunk}")
+    updates = DeferredUpdates(plan[0], handlers, lambda: None, lambda chunk: done.append(f"came {chunk}"))
+    updates.start(2)
+    assert done == ["update 0", "update 2", "update 1"]
+    updates.until(1)
+    assert done[3:] == ["came 0", "came 1"]
 
 
 def test_a_step_that_is_given_up_waits_for_its_updates_on_the_host_and_starts_no_other() -> None:
@@ -398,4 +405,4 @@ def test_a_step_that_is_given_up_waits_for_its_updates_on_the_host_and_starts_no
     deferred.start(1)
     assert done[3:] == ["0EVICT#4", "0UPDATE#1@cpu", "0FETCH#7"]
     deferred.drain()
-    assert done[6:] == ["came 2", "came 1"]
+    assert done[6:] == ["came 1", "came 2"]
