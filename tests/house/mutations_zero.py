@@ -216,7 +216,7 @@ NEAR = replace(
 FAULTS_NEAR: Faults = {
     "a part is the neighbour's": (NEAR, "Chunk.keep_part", _part_of_the_neighbour),
     "a part is of the step before": (NEAR, "Chunk.keep_part", _part_of_the_first_step),
-    "kept parts overlap": (NEAR, "plan_of", _parts_in_one_place),
+    "kept parts overlap": (NEAR, "ParameterGather:plan_of", _parts_in_one_place),
 }
 
 FAULTS: Faults = FAULTS_ZERO | FAULTS_WEIGHTS | FAULTS_FROZEN | FAULTS_HYBRID | FAULTS_NEAR
