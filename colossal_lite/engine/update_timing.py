@@ -198,7 +198,7 @@ class Updates:
 
         return DeferredUpdates(
             self._optimizer.plan[0], {ActionKind.UPDATE: update, **self._optimizer.moves}, end, arrive,
-            by_gradient=self._in_backward is not None,
+            by_gradient=self._in_backward is not None, in_order=_has_shards(self._optimizer),
         )  # fmt: skip
 
     def _update(self, action: Action, used: Used, factor: float, scale: float) -> None:
@@ -229,6 +229,10 @@ class Updates:
                 f"lr={lr:g} are lost in rounding ({self._config.precision.master_dtype} master weights)",
                 stacklevel=3,
             )
+
+
+def _has_shards(optimizer: ChunkOptimizer | OwnOptimizer) -> bool:
+    return isinstance(optimizer, ChunkOptimizer) and optimizer.shards is not None
 
 
 def spoilt(why: str) -> ValueError:
