@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy
 import torch
@@ -34,7 +36,7 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 MASK32 = 0xFFFFFFFF
 ROUNDS = 10
 _BLOCK_COUNTERS = 1 << 15  # 256 KiB a buffer: measured best between call overhead and cache misses
-_BLOCK_ELEMENTS = 1 << 15
+_BLOCK_ELEMENTS = 1 << 16
 _SIGN_BITS = 0x8000000080000000 - (1 << 64)  # flips the sign bit of both int32 halves of an int64
 
 
@@ -206,24 +208,54 @@ def keep_mask(rows: Rows, features: int, p: float) -> Tensor:
 def uniform(key: Key, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
     """Float64 draws in [0, 1) (multiples of 2**-32) for the global elements start <= e < stop of one
     tensor: 1/2 + word / 2**32, of words with a sign. They are drawn on the host, and copied."""
-    return _by_blocks(key, start, stop, device, lambda word: word.mul_(2.0**-32).add_(0.5))
+    return _by_blocks(key, start, stop, device, _uniform_of)
 
 
 def normal(key: Key, start: int, stop: int, device: torch.device | str = "cpu") -> Tensor:
-    """Float64 standard normal draws for the global elements start <= e < stop of one tensor.
+    """Float32 standard normal draws for the global elements start <= e < stop of one tensor.
 
-    The inverse normal distribution of 2**-33 above `uniform`, to 16 digits (Wichura, AS 241, routine PPND16);
-    the largest magnitude is 6.3.  The same bits on every machine and for every cut of the range.
+    The inverse normal distribution of 2**-33 above `uniform`, to 6 digits (Wichura, AS 241, routine PPND7); the
+    largest magnitude is 6.34.  The same bits on every machine and for every cut of the range.  They are drawn on the
+    host, and copied.
     """
-    return _by_blocks(
-        key, start, stop, device, lambda word: _inverse_normal(word.add_(0.5).mul_(2.0**-32).add_(0.5))
-    )
+    return _by_blocks(key, start, stop, device, _normal_of)
+
+
+def _uniform_of(words: Array) -> Array:
+    u = words.astype(numpy.float64)
+    u *= 2.0**-32
+    u += 0.5
+    return u
+
+
+def _normal_of(words: Array) -> Array:
+    """Of int32 words. How far they are from the nearer end is a whole number: near 1, float32 has too few p."""
+
+    def small_at(at: Array) -> Array:
+        n = words[at]
+        n ^= n >> 31
+        n ^= 0x7FFFFFFF
+        return _middle_of(n)
+
+    return _inverse_normal(_middle_of(words), small_at)
+
+
+def _middle_of(words: Array) -> Array:
+    p = words.astype(numpy.float32)
+    p += 0.5
+    p *= 2.0**-32
+    return p
 
 
 def inverse_erf(x: Tensor) -> Tensor:
-    """The inverse error function of float64 x, as if x ended at +-(1 - 2**-32): the same bits on every device."""
-    p = ((x + 1.0) * 0.5).clamp_(2.0**-33, 1.0 - 2.0**-33)
-    return _inverse_normal(p).mul_(_HALF_ROOT2)
+    """Float64: the inverse error function of float64 x, to 6 digits, as if x ended at +-(1 - 2**-32). The same bits on
+    every device."""
+    q, small = (x * 0.5).float(), (1.0 - x.abs()).mul_(0.5).clamp_(2.0**-33).float()
+    if x.is_cpu:
+        value = torch.from_numpy(_inverse_normal(q.numpy(), lambda at: small.numpy()[at]))
+    else:
+        value = _inverse_normal(q, lambda at: small[at])
+    return value.double().mul_(_HALF_ROOT2)
 
 
 def _check_range(start: int, stop: int) -> None:
@@ -232,25 +264,26 @@ def _check_range(start: int, stop: int) -> None:
 
 
 def _by_blocks(
-    key: Key, start: int, stop: int, device: torch.device | str, transform: Callable[[Tensor], Tensor]
+    key: Key, start: int, stop: int, device: torch.device | str, transform: Callable[[Array], Array]
 ) -> Tensor:
     _check_range(start, stop)
-    out = torch.empty(stop - start, dtype=torch.float64, device=device)
-    for low in range(start, stop, _BLOCK_ELEMENTS):
-        high = min(low + _BLOCK_ELEMENTS, stop)
-        out[low - start : high - start] = transform(_contiguous_words(key, low, high).double())
-    return out
+    cuts = [*range(start, stop, _BLOCK_ELEMENTS), stop] if stop > start else [start, stop]
+    blocks = [torch.from_numpy(transform(_contiguous_words(key, low, high))) for low, high in pairwise(cuts)]
+    whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+    return (
+        whole if torch.device(device).type == "cpu" else torch.empty_like(whole, device=device).copy_(whole)
+    )
 
 
-def _contiguous_words(key: Key, start: int, stop: int) -> Tensor:
-    """Int32 [stop - start] on the host. Little-endian, as every platform torch supports."""
+def _contiguous_words(key: Key, start: int, stop: int) -> Array:
+    """Int32 [stop - start] of NumPy. Little-endian, as every platform torch supports."""
     first, behind = start // 8, -(-stop // 8)
     # NumPy counts before it draws
     generator = numpy.random.Philox(
         key=numpy.array(key, dtype=numpy.uint64), counter=(first - 1) % (1 << 256)
     )
     raw = generator.random_raw(4 * (behind - first)).view(numpy.int32)
-    return torch.from_numpy(raw)[start - 8 * first : stop - 8 * first]
+    return raw[start - 8 * first : stop - 8 * first]
 
 
 @dataclass(frozen=True)
@@ -284,64 +317,66 @@ def round_by(wide: Tensor, noise: Tensor, out: Tensor) -> None:
 
 
 _CENTRE = (
-    (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
-     1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0),
-    (5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4, 2.1213794301586595867e4,
-     5.3941960214247511077e3, 6.8718700749205790830e2, 4.2313330701600911252e1, 1.0),
-)  # fmt: skip
-_TAIL = (
-    (7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1,
-     1.27045825245236838258e0, 3.64784832476320460504e0, 5.76949722146069140550e0,
-     4.63033784615654529590e0, 1.42343711074968357734e0),
-    (1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2,
-     1.48103976427480074590e-1, 6.89767334985100004550e-1, 1.67638483018380384940e0,
-     2.05319162663775882187e0, 1.0),
-)  # fmt: skip
+    (59.109374720, 159.29113202, 50.434271938, 3.3871327179),
+    (67.187563600, 78.757757664, 17.895169469, 1.0),
+)
+_TAIL = ((0.17023821103, 1.3067284816, 2.7568153900, 1.4234372777), (0.12021132975, 0.73700164250, 1.0))
 _LN2 = 0.6931471805599453
-_ROOT2 = 1.4142135623730951
 _HALF_ROOT2 = 0.7071067811865476
+_HALF_ROOT2_BITS = 0x3F3504F3
 _ROOT_START = (0.15625, 1.375)
-_ATANH = tuple(1.0 / (2 * k + 1) for k in reversed(range(12)))  # |s| <= 0.1716: the next term is below 1e-19
+_ATANH = tuple(2.0 / (2 * k + 1) for k in reversed(range(5)))  # |s| <= 0.1716: the next term is below 4e-9
+
+Array = Any
+"""NumPy's on the host, whose calls cost a fifth of torch's; a tensor elsewhere. Operators are the same."""
 
 
-def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    total = torch.full_like(x, coefficients[0])
-    for c in coefficients[1:]:
-        total.mul_(x).add_(c)
+def _horner(x: Array, coefficients: Sequence[float]) -> Array:
+    total = x * coefficients[0]
+    for c in coefficients[1:-1]:
+        total += c
+        total *= x
+    total += coefficients[-1]
     return total
 
 
-def _inverse_normal(p: Tensor) -> Tensor:
-    """AS 241 for 2**-33 <= p <= 1 - 2**-33; its third branch begins below exp(-25) and is never needed."""
-    q = p - 0.5
-    r = (q * q).neg_().add_(0.180625)
-    value = _horner(r, _CENTRE[0]).mul_(q).div_(_horner(r, _CENTRE[1]))
-    tail = (q.abs() > 0.425).nonzero().view(-1)
-    q, p = q[tail], p[tail]
-    r = _square_root(_natural_log(torch.minimum(p, 1.0 - p)).neg_()).sub_(1.6)
-    far = _horner(r, _TAIL[0]).div_(_horner(r, _TAIL[1]))
-    value[tail] = torch.where(q < 0, -far, far)
+def _inverse_normal(q: Array, small_at: Callable[[Array], Array]) -> Array:
+    """AS 241 for float32 q = p - 1/2 with 2**-33 <= p <= 1 - 2**-33; its third branch begins below exp(-25) and is
+    never needed. `small_at` gives min(p, 1 - p) of the elements at an index."""
+    r = 0.180625 - q * q
+    value = _horner(r, _CENTRE[0])
+    value *= q
+    value /= _horner(r, _CENTRE[1])
+    mask = abs(q) > 0.425
+    at = mask.nonzero().view(-1) if isinstance(mask, Tensor) else numpy.flatnonzero(mask)
+    r = _square_root(-_natural_log(small_at(at))) - 1.6
+    far = _horner(r, _TAIL[0]) / _horner(r, _TAIL[1])
+    sign = q[at]
+    sign /= abs(sign)
+    value[at] = far * sign
     return value
 
 
-def _square_root(x: Tensor) -> Tensor:
+def _square_root(x: Array) -> Array:
     """Heron's method for 2.5 <= x <= 23, to the last bit or two; torch.sqrt rounds as the library behind it does."""
     y = x * _ROOT_START[0] + _ROOT_START[1]
-    for _ in range(4):  # 9 % off at first, then 4e-3, 8e-6, 3e-11, 5e-22
-        y = (y + x / y).mul_(0.5)
+    for _ in range(3):  # 9 % off at first, then 4e-3, 8e-6, 3e-11
+        y += x / y
+        y *= 0.5
     return y
 
 
-def _natural_log(x: Tensor) -> Tensor:
-    """ln of positive normal doubles by atanh, from exactly rounded operations only."""
-    bits = x.view(torch.int64)
-    exponent = (bits >> 52) - 1023
-    mantissa = ((bits & ((1 << 52) - 1)) | (1023 << 52)).view(torch.float64)  # [1, 2)
-    high = mantissa > _ROOT2
-    mantissa = torch.where(high, mantissa * 0.5, mantissa)
-    exponent = (exponent + high).double()
+def _natural_log(x: Array) -> Array:
+    """ln of positive normal float32 numbers by atanh, from exactly rounded operations only."""
+    kinds = torch if isinstance(x, Tensor) else numpy
+    bits = x.view(kinds.int32) - _HALF_ROOT2_BITS
+    exponent = kinds.asarray(bits >> 23, dtype=kinds.float32)
+    mantissa = ((bits & 0x7FFFFF) + _HALF_ROOT2_BITS).view(kinds.float32)  # [0.707, 1.414)
     s = (mantissa - 1.0) / (mantissa + 1.0)
-    return _horner(s * s, _ATANH).mul_(s).mul_(2.0).add_(exponent * _LN2)
+    value = _horner(s * s, _ATANH)
+    value *= s
+    value += exponent * _LN2
+    return value
 
 
 # ----------------------------------------------------------------------------------------------------- triton
@@ -383,10 +418,8 @@ def word_tile(k0, k1, step, first, BLOCK: tl.constexpr):
 
 
 @jit
-def _draw_kernel(
-    out, start, stop, k0: tl.int32, k1: tl.int32, table, NORMAL: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Elements of BLOCK / 8 counters; the same operations as on the CPU, in float64 and none fused."""
+def _draw_kernel(out, start, stop, k0: tl.int32, k1: tl.int32, NORMAL: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements of BLOCK / 8 counters; the same operations as on the CPU, none fused."""
     counter = start // 8 + tl.program_id(0).to(tl.int64) * (BLOCK // 8) + tl.arange(0, BLOCK // 8)
     zero = tl.zeros((BLOCK // 8,), tl.uint64)
     w0, w1, w2, w3 = tl.philox_impl(
@@ -399,65 +432,57 @@ def _draw_kernel(
     )
     pairs = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK // 2)
     words = tl.join((pairs & 0xFFFFFFFF).to(tl.uint32), (pairs >> 32).to(tl.uint32)).reshape(BLOCK)
-    words = words.to(tl.int32, bitcast=True).to(tl.float64)
-    scale = tl.full((BLOCK,), 2.0, tl.float64)
-    for _ in tl.static_range(5):  # 2**-32; a literal would be float32 in some versions
-        scale = scale * scale
+    words = words.to(tl.int32, bitcast=True)
     e = start // 8 * 8 + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (e >= start) & (e < stop)
     if NORMAL:
-        value = _inverse_normal_tile((words + 0.5) / scale + 0.5, table, BLOCK)
+        n = words ^ (words >> 31) ^ 0x7FFFFFFF
+        value = _inverse_normal_tile(_middle_tile(words), _middle_tile(n))
     else:
-        value = words / scale + 0.5
+        scale = tl.full((BLOCK,), 2.0, tl.float64)
+        for _ in tl.static_range(5):  # 2**-32; a literal would be float32 in some versions
+            scale = scale * scale
+        value = words.to(tl.float64) / scale + 0.5
     tl.store(out + (e - start), value, mask=inside)
 
 
 @jit
-def _polynomial(x, table, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    total = tl.load(table + FIRST) + x * 0.0
-    for i in tl.static_range(1, COUNT):
-        total = total * x + tl.load(table + FIRST + i)
-    return total
+def _middle_tile(words):
+    return (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
 
 
 @jit
-def _inverse_normal_tile(p, table, BLOCK: tl.constexpr):
-    """`_inverse_normal`; the coefficients come from a float64 table, in its order."""
-    q = p - 0.5
-    r = tl.load(table + 45) - q * q
-    centre = _polynomial(r, table, 0, 8) * q / _polynomial(r, table, 8, 8)
-    small = tl.minimum(p, 1.0 - p)
-    bits = small.to(tl.int64, bitcast=True)
-    exponent = (bits >> 52) - 1023
-    mantissa = ((bits & 0xFFFFFFFFFFFFF) | (1023 << 52)).to(tl.float64, bitcast=True)
-    high = mantissa > tl.load(table + 46)
-    mantissa = tl.where(high, mantissa * 0.5, mantissa)
-    exponent = (exponent + high.to(tl.int64)).to(tl.float64)
-    s = (mantissa - 1.0) / (mantissa + 1.0)
-    log = _polynomial(s * s, table, 32, 12) * s * 2.0 + exponent * tl.load(table + 44)
+def _inverse_normal_tile(q, small):
+    """`_inverse_normal` in float32."""
+    r = 0.180625 - q * q
+    over = ((r * 59.109374720 + 159.29113202) * r + 50.434271938) * r + 3.3871327179
+    under = ((r * 67.187563600 + 78.757757664) * r + 17.895169469) * r + 1.0
+    centre = tl.div_rn(over * q, under)
+    bits = small.to(tl.int32, bitcast=True) - 0x3F3504F3
+    exponent = (bits >> 23).to(tl.float32)
+    mantissa = ((bits & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True)
+    s = tl.div_rn(mantissa - 1.0, mantissa + 1.0)
+    t = s * s
+    t = (((t * 0.2222222222222222 + 0.2857142857142857) * t + 0.4) * t + 0.6666666666666666) * t + 2.0
+    log = t * s + exponent * 0.6931471805599453
     root = -log * 0.15625 + 1.375
-    for _ in tl.static_range(4):
-        root = (root + -log / root) * 0.5
-    r = root - tl.load(table + 47)
-    far = _polynomial(r, table, 16, 8) / _polynomial(r, table, 24, 8)
+    for _ in tl.static_range(3):
+        root = (root + tl.div_rn(-log, root)) * 0.5
+    r = root - 1.6
+    over = ((r * 0.17023821103 + 1.3067284816) * r + 2.7568153900) * r + 1.4234372777
+    far = tl.div_rn(over, (r * 0.12021132975 + 0.73700164250) * r + 1.0)
     far = tl.where(q < 0.0, -far, far)
-    return tl.where(tl.abs(q) > tl.load(table + 48), far, centre)
-
-
-def _coefficients(device: torch.device) -> Tensor:
-    """Every number that float32 does not hold, for the kernel."""
-    numbers = (*_CENTRE[0], *_CENTRE[1], *_TAIL[0], *_TAIL[1], *_ATANH, _LN2, 0.180625, _ROOT2, 1.6, 0.425)
-    return torch.tensor(numbers, dtype=torch.float64, device=device)
+    return tl.where(tl.abs(q) > 0.425, far, centre)
 
 
 def _draw_on(device: torch.device, key: Key, start: int, stop: int, as_normal: bool) -> Tensor:
     _check_range(start, stop)
-    out = torch.empty(stop - start, dtype=torch.float64, device=device)
+    out = torch.empty(stop - start, dtype=torch.float32 if as_normal else torch.float64, device=device)
     options = tile("normal", 1, architecture(device))
     blocks = -(-(-(-stop // 8) - start // 8) // (options["BLOCK"] // 8))
     launch(
         _draw_kernel, (blocks if stop > start else 0,), out, start, stop, signed32(key[0]), signed32(key[1]),
-        _coefficients(device), NORMAL=as_normal, fuse=False, **options,
+        NORMAL=as_normal, fuse=False, **options,
     )  # fmt: skip
     return out
 

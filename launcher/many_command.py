@@ -24,8 +24,8 @@ class ManyCommand:
     """Sweep file (.toml, .json, .py): `build`, `data`, `evaluate` as module:function, `steps`, `global_batch`,
     [config], [[task]], [grid], [stop]; functions are found from the working directory."""
     plan: bool = False
-    """Train nothing: print for each policy how long all tasks take. Times are those measured in the directory, or
-    `step_s` of the file."""
+    """Train nothing: print for each policy how long all tasks take, and the bytes of host and device. Times are those
+    measured in the directory, or `step_s` of the file."""
     resume: bool = False
     """Go on with what the directory holds, also on another number of devices."""
     devices: int | None = None
@@ -81,4 +81,31 @@ def _plan(sweep: Sweep, devices: int) -> int:
         f"{len(jobs)} tasks on {devices} devices, no task stopped early; bound {seconds(lower_bound_s(jobs, devices))}"
     )
     print(table(["policy", "makespan", "of the bound", "moves"], rows))
+    print("\n".join(_bytes(sweep)))
     return 0
+
+
+def _bytes(sweep: Sweep) -> list[str]:
+    """What the tasks take of the host and of a device, in words."""
+    from colossal_lite.many.task_plan import plan_of
+    from colossal_lite.observe.tables import size
+
+    plans = {}
+    for task in sweep.tasks:
+        try:
+            plans[task.name] = plan_of(task, sweep.config)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"task {task.name!r} cannot be planned: {error}") from error
+    known = {name: made for name, made in plans.items() if made is not None}
+    lines = []
+    if known:
+        largest = max(known, key=lambda name: known[name].peak_bytes)
+        host_bytes = sum(made.host_bytes for made in known.values())
+        lines.append(
+            f"host {size(host_bytes)} with all tasks open; device {size(known[largest].peak_bytes)} at the most, "
+            f"{largest}"
+        )
+    lines += [f"{name}: {made.verdict}" for name, made in known.items() if made.fits is False]
+    if unknown := [name for name in plans if name not in known]:
+        lines.append(f"bytes not known before a first step: {', '.join(unknown)}")
+    return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,17 @@ class PlanCommand:
     overrides: Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
+        gc.disable()  # collections that walk the modules of torch are a quarter of the time
+        from colossal_lite.planner import advice as advice
+
+        gc.freeze()
+        gc.enable()
+        try:
+            return self._answer()
+        finally:
+            gc.unfreeze()
+
+    def _answer(self) -> int:
         from rich.console import Console
 
         from colossal_lite.planner import advice, model_source, planner, run_plan
@@ -78,6 +90,8 @@ class PlanCommand:
         Console(width=min(Console().width, WIDTH)).print(run_plan.table(plan))
         if plan.schedule:
             print(f"\n{plan.schedule}")
+        if plan.step_list:
+            print(f"\n{plan.step_list}")
         if self.svg is not None:
             print(f"{self.svg}: the schedule, by the costs of its stages")
         return 1 if plan.fits is False else 0

@@ -31,6 +31,7 @@ import torch
 
 from tests.shared.drawn_cases import DrawnCase, case_of, draw
 from tests.shared.drawn_runs import Seen, at_own_weights, first_part, plain_run, second_part
+from tests.shared.drawn_signs import lion_rows, wrong_beside_signs
 from tests.shared.drawn_verdicts import (
     BAD,
     Verdict,
@@ -62,18 +63,39 @@ def outcome_of(case: DrawnCase, fault: str | None = None) -> Verdict:
         resumes = case.resume_world > 0
         second = _part(second_part, case.resume_world, case, folder, fault) if resumes else None
     ends = second[0] if isinstance(second, list) else None
-    skipped = first[0].skipped + (ends.skipped if ends else [False])
-    truth, plain = plain_run(case, "fp64", skipped), None
-    if case.dtype in NARROW:
-        plain = at_own_weights(case, plain_run(case, case.dtype, skipped), first[0], ends, case.dtype)
-    if case.dtype in NARROW or follows_rounding(case, truth):
-        truth = at_own_weights(case, truth, first[0], ends, "fp64")
-    why = wrong(case, first[0], ends, truth, plain) or _unlike_whole_masters(case, first[0], fault)
+    why = _wrong(case, first[0], ends, fault) or _unlike_whole_masters(case, first[0], fault)
     if why:
         return Verdict("WRONG", why)
     if isinstance(second, Verdict):
         return Verdict(second.outcome, f"resume: {second.why}", trained=True, detail=second.detail)
     return Verdict("exact", trained=True)
+
+
+def _wrong(case: DrawnCase, first: Seen, second: Seen | None, fault: str | None) -> str:
+    """What differs from the plain loop first; "" if nothing does."""
+    skipped = first.skipped + (second.skipped if second else [False])
+    truth, plain = plain_run(case, "fp64", skipped), None
+    parts = case.dtype in NARROW or follows_rounding(case, truth)
+    if case.dtype in NARROW:
+        plain = at_own_weights(case, plain_run(case, case.dtype, skipped), first, second, case.dtype)
+    if parts:
+        truth = at_own_weights(case, truth, first, second, "fp64")
+    why = wrong(case, first, second, truth, plain)
+    if lion_rows(case) and (why or parts):
+        return _wrong_beside_signs(case, first, second, why, fault)
+    return why
+
+
+def _wrong_beside_signs(
+    case: DrawnCase, first: Seen, second: Seen | None, why: str, fault: str | None
+) -> str:
+    """What is wrong in a run of the same bits whose weights are read after each step; `why` if it has other bits."""
+    reading = replace(case, habits={**case.habits, "reads": "weights"}, resume_world=0)
+    with tempfile.TemporaryDirectory(prefix="drawn-") as folder:
+        seen = _part(first_part, case.world, reading, folder, fault)
+    if isinstance(seen, Verdict) or seen[0].digest != first.digest:
+        return why
+    return wrong_beside_signs(case, first, second, seen[0].states)
 
 
 def _unlike_whole_masters(case: DrawnCase, split: Seen, fault: str | None) -> str:

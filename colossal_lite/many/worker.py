@@ -30,11 +30,13 @@ from torch import nn
 
 from colossal_lite.checkpoint import tools
 from colossal_lite.checkpoint.files import listed
+from colossal_lite.config.config import Config
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.initialize import initialize
 from colossal_lite.engine.run import Run
 from colossal_lite.engine.stopping import STOP_SIGNALS
 from colossal_lite.many.task import Task
+from colossal_lite.many.task_plan import data_of, settings_of
 
 Launch = Callable[..., Context]
 Message = dict[str, Any]
@@ -102,14 +104,13 @@ def _write_into(log: Path) -> None:
 class OpenTask:
     """The engine of one task, and the position in its data."""
 
-    def __init__(self, order: Order, task: Task) -> None:
+    def __init__(self, order: Order, task: Task, config: Config, data: Any) -> None:
         self.task = task
-        self.context = order.launch(task.settings(order.shared), rank=0, world_size=1)
+        self.context = order.launch(config, rank=0, world_size=1)
         try:
             build = copy.deepcopy(task.build) if isinstance(task.build, nn.Module) else task.build
             engine = initialize(build, context=self.context, criterion=task.criterion)
             self.run = Run(folder_of(order.directory, task.name), engine, save_every=order.save_every)
-            data = _found(task.data)
             self.batches: Iterator[Any] = iter(
                 self.run.batches(data, steps=task.steps, global_batch=task.global_batch)
             )
@@ -136,19 +137,11 @@ class OpenTask:
         return loss
 
     def evaluate(self) -> float:
-        return self.run.evaluate(_found(self.task.evaluate), global_batch=self.task.global_batch)
+        return self.run.evaluate(data_of(self.task.evaluate), global_batch=self.task.global_batch)
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the context, with a checkpoint of the last step where there is no error."""
         self.context.__exit__(type(error) if error else None, error, None)
-
-
-def _found(data: Any) -> Any:
-    """A dataset, or what a function of no argument returns."""
-    found = data() if callable(data) and not hasattr(data, "__len__") else data
-    if not hasattr(found, "__len__"):
-        raise ValueError(f"data: a {type(found).__name__} has no length; legal: a dataset with one")
-    return found
 
 
 class Worker:
@@ -157,6 +150,8 @@ class Worker:
     def __init__(self, order: Order) -> None:
         self._order, self._tasks = order, {task.name: task for task in order.tasks}
         self._open: dict[str, OpenTask] = {}
+        self._configs: dict[str, Config] = {}
+        """Of each task that was opened here: planned once."""
 
     def answer(self, request: Message) -> Message:
         """Do what is asked. What goes wrong in a task is its answer."""
@@ -179,7 +174,7 @@ class Worker:
 
     def _run(self, task: str, to: int, evaluates: bool) -> Message:
         begun_s = time.monotonic()
-        held = self._open.pop(task, None) or OpenTask(self._order, self._tasks[task])
+        held = self._open.pop(task, None) or self._opened(self._tasks[task])
         self._open[task] = held
         opened_s, before = time.monotonic(), held.step
         loss = held.advance(to)
@@ -192,6 +187,12 @@ class Worker:
             "done": done, "open_s": opened_s - begun_s, "run_s": ran_s - opened_s,
             "end_s": time.monotonic() - ran_s,
         }  # fmt: skip
+
+    def _opened(self, task: Task) -> OpenTask:
+        data = data_of(task.data)
+        if task.name not in self._configs:
+            self._configs[task.name] = settings_of(task, self._order.shared, data)
+        return OpenTask(self._order, task, self._configs[task.name], data)
 
     def _park(self, task: str) -> Message:
         begun_s = time.monotonic()

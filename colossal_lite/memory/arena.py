@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.memory.link import Transfer
+from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.schedule.interval_packing import (
     ArenaPlan,
     LiveInterval,
@@ -63,7 +64,7 @@ class Arena:
         self._stays = {(live_range.what, live_range.number): live_range for live_range in plan.live_ranges}
         self._starts = dict(zip(self._stays, plan.offsets, strict=True))
         self._is_of_one_kind = len({live_range.what for live_range in plan.live_ranges}) == 1
-        self._room = torch.zeros(plan.bytes, dtype=torch.uint8, device=device)
+        self._room = zeros_on(device, plan.bytes, torch.uint8)
         self._taken: dict[Key, None] = {}
         self._left: dict[Key, tuple[Transfer, ...]] = {}
         self._leaving: dict[

@@ -42,9 +42,10 @@ from colossal_lite.memory.gradient_squares import block_squares_of, squares_of
 from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkSpec, Entry
+from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import GRADIENTS, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import GradientOffloadBuffer, copied_to, to_device
-from colossal_lite.memory.weight_chunk import Groups, WeightChunk, zeros_on
+from colossal_lite.memory.weight_chunk import Groups, WeightChunk
 from colossal_lite.numerics.precision import ChunkTypes
 
 

@@ -1,4 +1,4 @@
-"""Allocates page-locked host memory, from and to which a device copies while the host goes on.
+"""Allocates zeros on the host: pages that are locked, for a device to copy while the host goes on, and large buffers.
 
 Note: why not torch's own pinned memory.
 A GPU copies from and to page-locked memory while the host goes on.  torch's allocator rounds each request up to a power
@@ -10,6 +10,7 @@ memory is not locked.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import platform
 import warnings
 import weakref
@@ -26,6 +27,19 @@ def give_back_freed() -> None:
     """Return freed memory to the system, where the C library caches it (glibc)."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+LAZY_BYTES = 1 << 20
+
+
+def zeros_on(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
+    """Zeros [numel]. On the host, large ones are pages of the system, which take memory and time once they are used.
+
+    A dispatch mode, such as a meter's, sees torch's own zeros instead."""
+    size_bytes = numel * dtype.itemsize
+    if device.type != "cpu" or size_bytes < LAZY_BYTES or torch._C._len_torch_dispatch_stack():
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)
 
 
 def host_room(numel: int, dtype: torch.dtype, beside: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
+from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import copied_to
 from colossal_lite.numerics.precision import ChunkTypes
@@ -166,7 +167,7 @@ class WeightChunk:
         self._parameters = [parameters[entry.name] for entry in self.spec.entries]
         self._placeholders = [self._nowhere.expand(p.shape) for p in self._parameters]
         if initial is not None:
-            least = 1 << (15 if self.device.type == "cpu" else 22)  # what the cache holds; megabytes a launch
+            least = 1 << (16 if self.device.type == "cpu" else 22)  # what the cache holds; megabytes a launch
             for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
                 row_numel = parameter.numel() // max(parameter.shape[:1].numel(), 1)
                 self._fill(entry, partial(initial, entry.name), max(least, -(-row_numel // 8) * 8))
@@ -396,7 +397,3 @@ class WeightChunk:
         """Gathers all elements [numel] of a buffer whose parts [owned] the ranks hold. Collective where it is
         sharded."""
         return owned if owned.numel() == self.spec.numel else self.shards.all_gather(owned)
-
-
-def zeros_on(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(numel, dtype=dtype, device=device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from colossal_lite.pipeline.partition import Partition, PartitionFacts, Unit, he
 from colossal_lite.pipeline.runtime import flat
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, plans_by_placement
 from colossal_lite.pipeline.traced_sections import TracedSections, settings_of
+from colossal_lite.schedule.checker import Reading
 from colossal_lite.schedule.pipeline_schedules import ranks_of
 from colossal_lite.schedule.plan import Plan
 from colossal_lite.schedule.simulator import simulate
@@ -163,9 +165,10 @@ def _fastest(units: Sequence[Unit], pipeline: PipelineConfig) -> tuple[Partition
     how = "balanced" if pipeline.partition == "profiled" else pipeline.partition
 
     def cut_by(plan: Plan) -> Partition:
+        reading = cache(lambda: Reading(plan))
         return partition(
             units, pipeline.stages, how, live=held(plan), placement=plan.placement(),
-            makespan=lambda costs: simulate(plan, costs).makespan_s,
+            makespan=lambda costs: simulate(reading(), costs).makespan_s,
         )  # fmt: skip
 
     def makespan(cut: Partition, plan: Plan) -> float:

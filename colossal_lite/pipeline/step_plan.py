@@ -5,7 +5,9 @@ Note: plain values in and out.  `step_plans` caches the plans of a run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from colossal_lite.config.pipeline_schema import PipelineConfig
@@ -50,15 +52,8 @@ def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
     One rank gives the serial step: F0 B0 F1 B1 ..., REDUCE, UPDATE.  Raises PlanError for a plan that must not run.
     """
     plan = compute_plan(pipeline, step)
-    plan = repeat(plan, step.accumulation_steps)
-    if len(plan) > 1:
-        plan = add_messages(plan, step.costs, ahead=step.ahead)
-    if step.backward:
-        plan = freeze(plan, step.trainable)
-    if step.weights is not None:
-        plan = add_gathers(plan, step.weights)
-    if step.backward:
-        plan = add_step(plan, dict(enumerate(step.stages_per_rank)), step.reduce, step.update)
+    for one_pass in passes(pipeline, step).values():
+        plan = one_pass(plan)
     shape = Shape(
         pipeline.stages,
         step.micro_batches * step.accumulation_steps,
@@ -69,6 +64,27 @@ def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
     memory = None if step.weights is None else step.weights.memory()
     check(plan, shapes={0: shape}, memory=memory, strict=not step.ahead)
     return plan
+
+
+def passes(pipeline: PipelineConfig, step: StepShape) -> dict[str, Callable[[Plan], Plan]]:
+    """The passes over a schedule that a step needs, in their order, by their names."""
+    needed: dict[str, Callable[[Plan], Plan]] = {}
+    if (parts := step.accumulation_steps) > 1:
+        needed[f"repeated for {parts} accumulated parts"] = partial(repeat, times=parts)
+    if pipeline.is_staged and pipeline.size > 1:
+        posted = "ahead" if step.ahead else "in turn"
+        needed[f"messages, received {posted}"] = partial(add_messages, seconds=step.costs, ahead=step.ahead)
+    if step.backward and not all(step.trainable):
+        needed["without the backward of frozen stages"] = partial(freeze, trainable=step.trainable)
+    if step.weights is not None:
+        kept = "a visit" if step.weights.reshards else "a step"
+        name = f"weights gathered once {kept}, prefetch {step.weights.prefetch}"
+        needed[name] = partial(add_gathers, weights=step.weights)
+    if step.backward:
+        every, chunks = step.reduce.replace("_", "-"), dict(enumerate(step.stages_per_rank))
+        name = f"gradients summed by {every}, updates by {step.update}"
+        needed[name] = partial(add_step, chunks=chunks, reduce=step.reduce, update=step.update)
+    return needed
 
 
 def compute_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:

@@ -5,7 +5,7 @@ Note: the fullest moment of the list gives the memory of a step, and its sends g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from textwrap import fill
@@ -23,7 +23,6 @@ from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
-from colossal_lite.offload.placement import StatePlacement
 from colossal_lite.pipeline.model_units import traced_units
 from colossal_lite.pipeline.stages import Stages, lay_out
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, step_plan
@@ -31,6 +30,7 @@ from colossal_lite.pipeline.step_plans import shape_of
 from colossal_lite.planner.dry_run import META, Builder, Cost, DryRun, Whole, bytes_of
 from colossal_lite.planner.run_plan import MemoryTerm, RunPlan, Term, libraries_bytes
 from colossal_lite.planner.step_estimate import (
+    StateForecast,
     batch_terms,
     exchange_rows,
     memory_rows,
@@ -38,7 +38,8 @@ from colossal_lite.planner.step_estimate import (
     record_gather,
     samples_of,
 )
-from colossal_lite.schedule.checker import check
+from colossal_lite.planner.step_list import step_list
+from colossal_lite.schedule.checker import Reading
 from colossal_lite.schedule.footprint import HEADER_BYTES, StageCost, Walk, most_arrivals, most_unread
 from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherPlan
 from colossal_lite.schedule.plan import SENDS, Action, ActionKind, Plan
@@ -77,9 +78,10 @@ def staged_plan(
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
     unread = _unread(made, first, stages, chunks, costs, pieces) if mesh.shares_memory else 0
     mesh.ledger.clear()
-    _record_pipeline(
-        made[stages.coord], chunks, frozen, packed, config, mesh, whole, costs, pieces, stages
-    )  # fmt: skip
+    with dry.forms:
+        _record_pipeline(
+            made[stages.coord], chunks, frozen, packed, config, mesh, whole, costs, pieces, stages
+        )  # fmt: skip
     local = replace(
         whole,
         trainable={n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
@@ -87,17 +89,18 @@ def staged_plan(
     )
     rows = mesh.ledger.rows()
     assert shape.costs is not None
-    memory, placed, updates = _pipeline_memory(
+    state = _pipeline_memory(
         made[stages.coord], chunks, frozen, config, local, costs, pieces, stages, slots, dry.sequence
     )  # fmt: skip
-    timeline = simulate(compute_plan(pipeline, shape), shape.costs)
+    reading = Reading(compute_plan(pipeline, shape))
+    timeline = simulate(reading, shape.costs)
     return RunPlan(
         layout=mesh.layout.describe(),
         rank=mesh.rank,
         world_size=mesh.world_size,
         parameters=sum(whole.specs[name].numel for name in whole.names),
         local_parameters=sum(local.trainable.values()) + sum(local.frozen.values()),
-        memory=memory + exchange_rows(mesh, unread),
+        memory=state.rows + exchange_rows(mesh, unread),
         traffic=rows,
         batch=(
             *batch_terms(config, batch, dry.sequence, mesh, pieces),
@@ -105,10 +108,14 @@ def staged_plan(
         ),
         micro_batches=pieces,
         device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
-        memory_budget=str(placed) if placed else "",
-        schedule=_schedule_text(pipeline, shape, stages, timeline),
+        memory_budget=str(state.placed or ""),
+        link_bytes=state.link_bytes,
+        schedule=_schedule_text(pipeline, shape, stages, timeline, reading.footprint.live),
         timeline=timeline,
-        updates=updates,
+        updates=state.told,
+        step_list=step_list(
+            config, mesh, shape, made[stages.coord], [c.spec.id for c in chunks], state.updates
+        ),
         libraries_bytes=libraries_bytes(config),
     )
 
@@ -176,7 +183,7 @@ def _pipeline_memory(
     actions: Sequence[Action], chunks: tuple[Chunk, ...], frozen: tuple[WeightChunk, ...], config: Config,
     whole: Whole, costs: Mapping[int, Mapping[int, StageCost]], pieces: Sequence[int], stages: Stages, slots: int,
     tokens: int,
-) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None, str]:  # fmt: skip
+) -> StateForecast:  # fmt: skip
     """As `memory_rows`, at the fullest moment of the list, with `slots` of messages; `tokens` of a sample."""
     # Other ranks' gradients of a tied chunk are received beside it and summed in a buffer of their own.
     tied = {
@@ -232,16 +239,16 @@ def _unread(
 
 
 def _schedule_text(
-    pipeline: PipelineConfig, step: StepShape, stages: Stages, timeline: ScheduleTimeline
+    pipeline: PipelineConfig, step: StepShape, stages: Stages, timeline: ScheduleTimeline, live: Iterable[int]
 ) -> str:
     """Describes the schedule: the cut with its stages' costs, the bubble, and the activations of each rank."""
-    live = ", ".join(map(str, check(compute_plan(pipeline, step)).live))
+    held = ", ".join(map(str, live))
     return "\n".join(
         [
             f"{pipeline.schedule}: {pipeline.size} ranks, {step.micro_batches} micro-batches, by the stages' costs",
             *([BY_THE_CLOCK] if pipeline.partition == "profiled" else []),
             *str(stages.cut).splitlines(),
             f"bubble {timeline.idle_share():.1%}",
-            fill(f"activations held at most, of one stage and micro-batch, by rank: {live}", width=100),
+            fill(f"activations held at most, of one stage and micro-batch, by rank: {held}", width=100),
         ]
     )

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from colossal_lite.config.config import Config
 from colossal_lite.config.errors import ConfigError, Problem
@@ -26,6 +27,9 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPTConfig
 from colossal_lite.numerics.random import on_meta
 from colossal_lite.parallel.parallelize import facts_of
+from colossal_lite.pipeline.stages import one_stage
+from colossal_lite.pipeline.step_plan import step_plan
+from colossal_lite.pipeline.step_plans import shape_of
 from colossal_lite.planner.dry_run import META, Builder, Cost, DryRun, gathers_of, measured
 from colossal_lite.planner.limits import check_sizes
 from colossal_lite.planner.pipeline_estimate import staged_plan
@@ -37,6 +41,7 @@ from colossal_lite.planner.step_estimate import (
     record_step,
     samples_of,
 )
+from colossal_lite.planner.step_list import step_list
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen
 
 
@@ -80,23 +85,30 @@ def plan(
         8 if config.activation_checkpoint == "full" else 6
     )  # of a weight and token: forward once or twice, backward
     operations = each * tokens * sum(whole.trainable.values())
-    memory, placed, updates = memory_rows(config, chunks, gathers, whole, cost, frozen, operations)
+    state = memory_rows(config, chunks, gathers, whole, cost, frozen, operations)
     record_step(chunks, gathers, config, mesh, whole, frozen)
     traffic = _summed(mesh.ledger.rows(), [costs[samples] for samples in pieces if samples])
-    memory += exchange_rows(mesh)
+    shape = shape_of(config, mesh.layout, one_stage(nn.Module()), packed, 1)
+    (actions,) = step_plan(config.parallel.pipeline, shape)
     return RunPlan(
         layout=mesh.layout.describe(),
         rank=rank,
         world_size=world_size,
         parameters=sum(whole.specs[name].numel for name in whole.names),
         local_parameters=sum(whole.trainable.values()) + sum(whole.frozen.values()),
-        memory=memory,
+        memory=state.rows + exchange_rows(mesh),
         traffic=traffic,
         batch=batch_terms(config, batch, sequence, mesh, pieces),
         micro_batches=pieces,
         device_bytes=device_bytes if device_bytes is not None else config.memory.device_budget,
-        memory_budget=str(placed) if placed else "",
-        updates=updates,
+        memory_budget=str(state.placed or ""),
+        link_bytes=state.link_bytes,
+        updates=state.told,
+        step_list=step_list(
+            config, mesh, shape, actions, [chunk.spec.id for chunk in chunks], state.updates, gathers
+        )
+        if trains
+        else "",
         libraries_bytes=libraries_bytes(config),
     )
 

@@ -74,8 +74,12 @@ class RunPlan:
     """The pipeline's schedule with the costs of its stages."""
     memory_budget: str = ""
     """Under a budget the placement of each chunk, and the traffic of a step; empty without one."""
+    link_bytes: int = 0
+    """Over the link to the host in a step, both ways, under a budget."""
     updates: str = ""
     """Where updates run, with their lanes where rates are known; empty where all state rests on the device."""
+    step_list: str = ""
+    """The step's list of actions in brief, with the passes that made it."""
     libraries_bytes: int = LIBRARIES_BYTES
     """Bytes that a process on a CPU loads after torch's import."""
 
@@ -138,6 +142,7 @@ class RunPlan:
                     for row in self.traffic
                 ),
                 *self.schedule.splitlines(),
+                *self.step_list.splitlines(),
                 *(f"  {line}" for line in (*self.memory_budget.splitlines(), *self.updates.splitlines())),
             ]
         )

@@ -10,6 +10,7 @@ far ahead of the others may have posted more.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -30,7 +31,7 @@ from colossal_lite.offload.placement import StatePlacement
 from colossal_lite.planner.dry_run import META, Cost, Whole, bytes_of
 from colossal_lite.planner.run_plan import MemoryTerm, Term
 from colossal_lite.schedule.gather_plan import GatherPlan
-from colossal_lite.schedule.plan import Action
+from colossal_lite.schedule.plan import Action, Plan
 from colossal_lite.zero.build_chunks import defers_updates, host_room, sharding_of, slots_of
 from colossal_lite.zero.grad_norm import in_order, ordered_squares
 from colossal_lite.zero.optimizer import ORIGINS, ChunkOptimizer
@@ -95,14 +96,33 @@ def record_agreement(
         chunk.start_gather()
 
 
+@dataclass(frozen=True)
+class StateForecast:
+    """The state of a rank.
+
+    - rows: its memory
+    - placed: under a budget the placement of its state
+    - updates, told: the list of its updates, and in words where they run
+    """
+
+    rows: tuple[MemoryTerm, ...]
+    placed: StatePlacement | None
+    updates: Plan
+    told: str
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes over the links in a step, both ways, of what a placement moves."""
+        return self.placed.up_bytes + self.placed.down_bytes if self.placed else 0
+
+
 def memory_rows(
     config: Config, chunks: tuple[Chunk, ...], gathers: GatherPlan, whole: Whole, cost: Cost,
     frozen: tuple[WeightChunk, ...] = (), operations: float = 0.0, actions: Sequence[Action] | None = None,
     messages: MemoryTerm | None = None,
-) -> tuple[tuple[MemoryTerm, ...], StatePlacement | None, str]:  # fmt: skip
-    """The memory of a rank, row by row; under a budget the placement of its state; and where its updates run, in
-    words. `operations` as `UpdateChoice` has them; `actions`: this rank's list of a step in a pipeline, `messages`: the
-    row of its messages."""
+) -> StateForecast:  # fmt: skip
+    """The memory of a rank, row by row, the placement of its state, and its updates. `operations` as `UpdateChoice` has
+    them; `actions`: this rank's list of a step in a pipeline, `messages`: the row of its messages."""
     choice = UpdateChoice(config.memory, TORCH, META, operations=operations)
     optimizer = ChunkOptimizer(
         chunks,
@@ -124,7 +144,7 @@ def memory_rows(
         *_activation_rows(config, cost, update_bytes_of(config.memory, chunks, optimizer)),
         *([] if messages is None else [messages]),
     )
-    placed = None
+    placed, updates = None, optimizer.plan
     if config.memory.moves:
         plan = gathers if any(chunk.is_sharded for chunk in (*chunks, *frozen)) else None
         defers = defers_updates(config)
@@ -135,8 +155,18 @@ def memory_rows(
         origins = {row.kind: row.origin for row in rows} | ORIGINS
         origins["optimizer"] = f"{config.optimizer.type}, with its masters"
         rows = tuple(MemoryTerm(kind, held, origins[kind], tier) for kind, tier, held in placed.rows)
+        updates = _updates(optimizer, placed, len(chunks))
     shown = tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations"))
-    return shown, placed, choice.lanes
+    return StateForecast(shown, placed, updates, choice.lanes)
+
+
+def _updates(optimizer: ChunkOptimizer, placed: StatePlacement, num_chunks: int) -> Plan:
+    """The list of updates of a placement."""
+    off = {kind: {name.chunk for name in placed.off_device if name.kind is kind} for kind in StateKind}
+    records = off[StateKind.OPTIMIZER]
+    moving = records | off[StateKind.WEIGHTS] | off[StateKind.GRADIENTS]
+    on_device = {*range(num_chunks)} - records
+    return optimizer.planned(moving, on_device, {name.chunk for name in placed.on_disk})
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -132,10 +132,12 @@ class Reading(PlanNodes):
                     for k in range(shape.slices):
                         for kind in COMPUTE_KINDS - {ActionKind.B}:
                             node = self.where.get((kind, task, stage, i, k))
+                            if (node is None) is (kind not in due):
+                                continue
                             word = Action(kind, task, stage, i, k if shape.slices > 1 else None)
-                            if node is None and kind in due:
+                            if node is None:
                                 self.fault(f"{word} is never done")
-                            elif node is not None and kind not in due:
+                            else:
                                 self.fault(f"{word} is not needed: nothing there trains", node)
 
     def _after(self, node: int, kind: ActionKind) -> None:

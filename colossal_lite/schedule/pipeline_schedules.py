@@ -204,8 +204,9 @@ def auto(
     for plan in _candidates(ranks, micro_batches, stages_per_rank):
         if placement is not None and ranks_of(plan) != tuple(placement):
             continue
-        held.append(max(Reading(plan).footprint.live))
-        makespan_s = simulate(plan, costs, latency_s=latency_s).makespan_s
+        reading = Reading(plan)
+        held.append(max(reading.footprint.live))
+        makespan_s = simulate(reading, costs, latency_s=latency_s).makespan_s
         if held[-1] <= cap and (best is None or makespan_s < best[0]):
             best = makespan_s, plan
     for place in placements(ranks, stages_per_rank) if placement is None else [placement]:

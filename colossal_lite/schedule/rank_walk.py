@@ -7,9 +7,9 @@ counts its bytes against its budget, in the order of the list.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 
-from colossal_lite.schedule.plan import COMPUTE, COMPUTE_KINDS, MOVES, Action, ActionKind, Chunk, Key, Memory
+from colossal_lite.schedule.plan import COMPUTE, MOVES, Action, ActionKind, Chunk, Key, Memory
 from colossal_lite.schedule.plan_nodes import PlanNodes, work_of
 
 
@@ -117,8 +117,11 @@ class TierCopies:
 
     def close(self, last: int) -> None:
         """Check that at the end of the list each chunk is on its home tiers, in its newest version."""
+        tiers: defaultdict[Key, set[str]] = defaultdict(set)
+        for key, tier in self.version:
+            tiers[key].add(tier)
         for chunk in self.chunks:
-            there = {tier for key, tier in self.version if key == chunk}
+            there = tiers[chunk]
             stale = {tier for tier in there if not self.fresh(chunk, tier)}
             rests = set() if chunk in self.memory.spent else self._resting(chunk)
             if stale or there != rests:
@@ -133,7 +136,7 @@ class RankWalk:
     def __init__(self, table: PlanNodes, rank: int, memory: Memory) -> None:
         self.table, self.memory = table, memory
         self.rank = rank
-        self.nodes = [n for n, (r, _) in enumerate(table.places) if r == rank]
+        self.nodes = range(table.firsts[rank], table.firsts[rank + 1])
         mine = [table.actions[n] for n in self.nodes]
         chunks = {(a.task, a.chunk) for a in mine if a.chunk is not None}
         stages = {(a.task, a.stage) for a in mine}
@@ -148,9 +151,10 @@ class RankWalk:
         self.fetched: dict[Chunk, int] = {}  # for its gather, by this FETCH
         self.sharded = {_weights(a) for a in mine if a.kind is ActionKind.UNSHARD}
         self.begun: set[tuple[int, int | None]] = set()
-        self.due = Counter((a.task, a.stage) for a in mine if self._frees(a))
+        self.due = Counter((a.task, a.stage) for a in mine if table.frees(a))
         self.sums = Counter(_weights(a) for a in mine if a.kind is ActionKind.REDUCE)
         self.summed: dict[tuple[Hashable, ...], int] = {}
+        self.reduced: defaultdict[tuple[int, int | None, int | None], list[int]] = defaultdict(list)
         for node in self.nodes:
             action = table.actions[node]
             match action.kind:
@@ -164,19 +168,13 @@ class RankWalk:
                     self._step(node, action)
         self._close(mine)
 
-    def _frees(self, action: Action) -> bool:
-        """Whether this is the last use of a micro-batch's activations in its stage."""
-        if action.kind not in COMPUTE_KINDS:
-            return False
-        due = self.table.shapes[action.task].backward_kinds(action.stage or 0)
-        return bool(due) and action.kind in (due[-1], ActionKind.B)
-
     def _compute(self, node: int, action: Action) -> None:
         assert action.stage is not None
         stage, activations = (action.task, action.stage), work_of(action)
         self.begun.add(stage)
-        gathered = {(task, chunk): unshard for (task, _, chunk), unshard in self.gathered.items()}
-        for chunk in self.memory.uses.get(stage, ()):
+        uses = self.memory.uses.get(stage, ())
+        gathered = {(t, chunk): unshard for (t, _, chunk), unshard in self.gathered.items()} if uses else {}
+        for chunk in uses:
             if chunk not in self.memory.sharded:
                 self.tiers.read(node, chunk, "device")
             elif chunk in gathered:
@@ -189,10 +187,10 @@ class RankWalk:
         self.table.needs[node] += [n for weights, n in self.gathered.items() if weights[:2] == stage]
         if action.kind is not ActionKind.F:
             self.tiers.read(node, activations, "device")
-        elif self.table.shapes[action.task].backward_kinds(action.stage):
+        elif self.table.due[action.task][action.stage]:
             self.tiers.write(node, activations, "device", 0)
             self._count(+1)
-        if self._frees(action):
+        if self.table.frees(action):
             self.due[stage] -= 1
             self._count(-1)
             self.tiers.drop(node, activations, "device")
@@ -259,6 +257,7 @@ class RankWalk:
             self.table.fault("done twice", self.summed[done], node)
         self.summed[done] = node
         if action.kind is ActionKind.REDUCE:
+            self.reduced[weights].append(node)
             self.sums[weights] -= 1
             tied = self.summed.get((ActionKind.TIED_REDUCE, *weights, action.micro_batch))
             self.table.needs[node] += [] if tied is None else [tied]
@@ -276,9 +275,7 @@ class RankWalk:
         late = self.sums[weights] if action.micro_batch is None else part not in self.summed
         if late and weights in self.sums and not deferred:
             self.table.fault("comes before its REDUCE", node)
-        self.table.needs[node] += [
-            n for done, n in self.summed.items() if done[:4] == (ActionKind.REDUCE, *weights)
-        ]
+        self.table.needs[node] += self.reduced[weights]
         chunk = None if action.chunk is None else (action.task, action.chunk)
         tier = "device" if action.resource == COMPUTE else "host"
         if chunk is not None and chunk in self.memory.home:
@@ -290,7 +287,7 @@ class RankWalk:
                 self.tiers.drop(node, gradient, tier)
 
     def _close(self, mine: list[Action]) -> None:
-        last = self.nodes[-1] if self.nodes else 0
+        last = self.nodes[-1] if mine else 0
         for weights in sorted(self.gathered, key=str):
             self.table.fault(f"the weights of stage {weights[1]} stay gathered", last)
         for shard in sorted(self.fetched):
@@ -298,26 +295,37 @@ class RankWalk:
         done = {k: {_weights(a) for a in mine if a.kind is k} for k in (ActionKind.REDUCE, ActionKind.UPDATE)}
         for weights in sorted(done[ActionKind.REDUCE] ^ done[ActionKind.UPDATE], key=str):
             lacks = ActionKind.UPDATE if weights in done[ActionKind.REDUCE] else ActionKind.REDUCE
-            if any(a.kind is lacks and a.task == weights[0] for a in self.table.actions):
+            if (lacks, weights[0]) in self.table.kinds:
                 self.table.fault(f"stage {weights[1]} chunk {weights[2]} has no {lacks}", last)
         parts: defaultdict[tuple[ActionKind, int, int | None, int | None], set[int | None]] = defaultdict(set)
         for action in mine:
             if action.kind in (ActionKind.REDUCE, ActionKind.UPDATE):
                 parts[action.kind, *_weights(action)].add(action.micro_batch)
+        freed, visited = self._freed(mine), self._visited(mine)
         for (kind, task, stage, chunk), done_in in parts.items():
-            whole = {a.micro_batch for a in mine if self._frees(a) and (a.task, a.stage) == (task, stage)}
-            if kind is ActionKind.REDUCE and self.table.shapes[task].by_visit:
-                ends = [a for a in mine if a.kind in (ActionKind.W, ActionKind.B) and a.task == task]
-                last_ones = [a for a, then in zip(ends, [*ends[1:], None], strict=True) if _ends(a, then)]
-                whole = {a.micro_batch for a in last_ones if a.stage == stage}
-            if done_in not in ({None}, whole):
+            by_visit = kind is ActionKind.REDUCE and self.table.shapes[task].by_visit
+            if done_in not in ({None}, (visited if by_visit else freed)[task, stage]):
                 self.table.fault(f"stage {stage} chunk {chunk} has no {kind} for every micro-batch", last)
         self.tiers.close(last)
 
+    def _freed(self, mine: Sequence[Action]) -> defaultdict[tuple[int, int | None], set[int | None]]:
+        """The micro-batches of each task and stage whose activations are freed."""
+        found: defaultdict[tuple[int, int | None], set[int | None]] = defaultdict(set)
+        for action in filter(self.table.frees, mine):
+            found[action.task, action.stage].add(action.micro_batch)
+        return found
 
-def _ends(action: Action, then: Action | None) -> bool:
-    """Whether these gradients are the last of a visit: those of another stage come next, or none."""
-    return then is None or then.stage != action.stage
+    def _visited(self, mine: Sequence[Action]) -> defaultdict[tuple[int, int | None], set[int | None]]:
+        """The micro-batches of each task and stage that end a visit: those of another stage come next, or none."""
+        found: defaultdict[tuple[int, int | None], set[int | None]] = defaultdict(set)
+        ended: dict[int, Action] = {}
+        ends = [a for a in mine if a.kind in (ActionKind.W, ActionKind.B)]
+        for action in reversed(ends):
+            then = ended.get(action.task)
+            if then is None or then.stage != action.stage:
+                found[action.task, action.stage].add(action.micro_batch)
+            ended[action.task] = action
+        return found
 
 
 def _name(key: Key) -> str:

@@ -169,7 +169,7 @@ def _subject(span: ActionSpan) -> tuple[object, ...]:
 
 
 def simulate(
-    plan: Plan,
+    plan: Plan | Reading,
     seconds: Callable[[Action], float],
     *,
     latency_s: float = 0.0,
@@ -177,9 +177,10 @@ def simulate(
     shapes: Mapping[int, Shape] | None = None,
     memory: Memory | None = None,
 ) -> ScheduleTimeline:
-    """Simulates a plan. seconds: of an action alone on its lane; of a message, asked of its SEND, without
-    `latency_s`. Raises PlanError if the plan breaks a rule or blocks."""
-    reading = Reading(plan, shapes, memory)
+    """Simulates a plan, or one that was read before. seconds: of an action alone on its lane; of a message, asked of
+    its SEND, without `latency_s`. shapes, memory: as in `check`, of a plan. Raises PlanError if the plan breaks a rule
+    or blocks."""
+    reading = plan if isinstance(plan, Reading) else Reading(plan, shapes, memory)
     reading.refuse()
     return _Run(reading, seconds, latency_s, host).timeline()
 

@@ -42,7 +42,7 @@ def add_messages(plan: Plan, seconds: Callable[[Action], float] | None = None, a
     def positive_s(action: Action) -> float:
         return max(cost(action), least_s) if action.kind in COMPUTE_KINDS else cost(action)
 
-    spans = {(span.rank, span.action): span for span in simulate(plan, positive_s).spans}
+    spans = {(span.rank, span.action): span for span in simulate(reading, positive_s).spans}
     compute = [[i for i, a in enumerate(actions) if a.kind in COMPUTE_KINDS] for actions in plan]
     # When the compute of each rank ends or starts; both ascend.
     times_s = [
@@ -125,14 +125,11 @@ def add_step(
                         after[place].append(replace(action, micro_batch=a.micro_batch))
             if update == "backward":
                 (late if chunk in tied else after[rank, last[stage]]).append(updated)
-        # Ranks meet at tied chunks, so those have one order on all.
-        late.sort(key=lambda a: (a.kind is ActionKind.REDUCE, a.chunk))
+        late.sort(key=_in_order)
+        for number in range(len(actions)):
+            after[rank, number].sort(key=_in_order)
         if update == "step":
             late += [Action(ActionKind.UPDATE, stage=speaker[c], chunk=c) for c in sorted(speaker)]
-        else:
-            late.sort(key=_within_backward)
-            for number in range(len(actions)):
-                after[rank, number].sort(key=_within_backward)
         after[rank, len(actions) - 1] += late
     return insert(plan, after)
 
@@ -143,9 +140,9 @@ def _last_of_visits(ends: Sequence[tuple[int, Action]]) -> list[tuple[int, Actio
     return [(i, a) for i, a in ends if i in ended]
 
 
-def _within_backward(action: Action) -> tuple[bool, int, bool]:
-    """Orders what stands at one place: TIED_REDUCEs, then REDUCE and UPDATE chunk by chunk, from the last to the
-    first."""
+def _in_order(action: Action) -> tuple[bool, int, bool]:
+    """Orders what stands at one place: TIED_REDUCEs, at which ranks meet, then REDUCE and UPDATE chunk by chunk. From
+    the last to the first, as gradients come."""
     is_tied, chunk = action.kind is ActionKind.TIED_REDUCE, action.chunk or 0
     return not is_tied, chunk if is_tied else -chunk, action.kind is ActionKind.UPDATE
 
@@ -180,6 +177,8 @@ def freeze(plan: Plan, trainable: Sequence[bool]) -> Plan:
 def repeat(plan: Plan, times: int) -> Plan:
     """Repeats a plan of m micro-batches `times` times for gradient accumulation, with the next m micro-batches each
     time."""
+    if times == 1:
+        return plan
     shift = Shape.of(plan, 0).micro_batches
 
     def one(action: Action, turn: int) -> Action:

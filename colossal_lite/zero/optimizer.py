@@ -33,6 +33,7 @@ from colossal_lite.memory.copy_streams import ALL_AS_THEY_COPY, LinkSpeeds
 from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkKey
+from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import copied_to, sent_back
 from colossal_lite.numerics.optimizers import Group, Rule, rule_of
@@ -143,12 +144,12 @@ class ChunkOptimizer(OptimizerState):
         if self.tiers and self.tiers.on_host:
             self.host_updates = HostUpdates(self._chunks, self.tiers.up, self.tiers.down, self._mix)
             self.host_updates.settle(self.tiers.on_host)
-        self.plan = self._planned(None)
+        self.plan = self.planned(None, (), self.tiers.on_disk if self.tiers else ())
         self._state = [
             self.tiers.at_rest(index)
             if self.tiers
             else {
-                name: torch.zeros(chunk.owned[1] - chunk.owned[0], dtype=dtype, device=chunk.device)
+                name: zeros_on(chunk.device, chunk.owned[1] - chunk.owned[0], dtype)
                 for name, dtype in some.items()
             }
             for index, (chunk, some) in enumerate(zip(self._chunks, forms, strict=True))
@@ -441,15 +442,19 @@ class ChunkOptimizer(OptimizerState):
             for chunk in self._chunks:  # of this step's gradients none has left since
                 if chunk.state is GradientState.REDUCED:
                     self.send_gradient(chunk)
-        self.plan = self._planned(moving)
+        self.plan = self.planned(moving, self._on_device, self.tiers.on_disk)
 
-    def _planned(self, moving: Collection[int] | None) -> Plan:
-        """The updates; `moving`: the chunks with state off the device, None: all or none."""
+    def planned(
+        self, moving: Collection[int] | None, on_device: Collection[int], on_disk: Collection[int]
+    ) -> Plan:
+        """The updates. `moving`: the chunks with state off the device, None: all or none. `on_device`, `on_disk`: those
+        whose records are there."""
+        crossings = self.host_updates.crossings if self.host_updates else ON_DEVICE
         return update_plan(
             len(self._chunks), ahead=self._mix.ahead if self.tiers else None, ahead_down=self._mix.ahead_down,
             below=READ_AHEAD, moving=moving,
-            on_disk=self.tiers.on_disk if self.tiers else (),
-            on_host=self.host_updates.crossings if self.host_updates else ON_DEVICE,
+            on_disk=on_disk,
+            on_host={index: crossing for index, crossing in crossings.items() if index not in on_device},
             early=self._mix.early,
             backward=self._backward,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.link import Link
+from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.weight_chunk import SavedView, WeightChunk, WeightState
 from colossal_lite.zero.forward_hooks import ForwardGates
 
@@ -72,7 +73,7 @@ class ShardedWeights(ForwardGates):
     def _allocate(self, numel: int) -> None:
         device = next(iter(self._all.values())).device
         self._arena = None  # before there is another
-        self._arena = torch.zeros(numel, dtype=self._dtype, device=device)
+        self._arena = zeros_on(device, numel, self._dtype)
 
     def flush(self) -> None:
         """Run every deferred update."""

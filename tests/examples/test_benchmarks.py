@@ -56,6 +56,13 @@ def test_without_a_gpu_the_benchmark_of_offload_says_what_is_legal() -> None:
     assert done.returncode == 2 and "--tiny" in done.stderr
 
 
+def test_every_side_makes_a_tiny_model_ready_in_the_benchmark_of_initialize() -> None:
+    done = ran("initialize.py", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    sides = [line[:14].strip() for line in done.stdout.splitlines()]
+    assert sides == ["FSDP2", "data", "ZeRO-3", "ZeRO-3, bf16"]
+
+
 @pytest.fixture(scope="module")
 def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a whole dry run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from tests import draws
 from tests.draws import outcome_of
 from tests.house.drawn_faults import FAULTS
 from tests.shared.drawn_cases import STEPS, DrawnCase, case_of, draw
-from tests.shared.drawn_runs import Ended, Seen, Truth, at_own_weights, plain_run, refused_batch
+from tests.shared.drawn_runs import Ended, PlainLoop, Seen, Truth, at_own_weights, plain_run, refused_batch
+from tests.shared.drawn_signs import LionSigns, wrong_beside_signs
 from tests.shared.drawn_verdicts import follows_rounding, judge_end, masked, unlike, wrong
 from tests.shared.places import place
 
@@ -136,32 +138,69 @@ def test_a_swap_that_its_proof_disproves_is_wrong() -> None:
     assert judge_end(DrawnCase(**PLAIN), [Seen(ended=refused)] * 2, "first").outcome == "WRONG"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("skips", [False, True])
-def test_a_sign_that_sixteen_bits_decide_under_lion_is_left_out_and_no_other(skips: bool) -> None:
-    """g0 = 0.5 leaves an average that 0.1 g1 = -0.0045 cancels in one element; the others keep their sign. A step
-    that is skipped leaves none."""
-    config = PLAIN["config"] | dict(precision="fp16", optimizer=dict(type="lion", lr=1e-3))
+def lion_run(dtype: str, flipped: str) -> tuple[DrawnCase, Seen, list[dict[str, torch.Tensor]]]:
+    """(case, seen, weights after each step) of ranks that take the other sign in step 0 for the weight with the
+    `flipped` gradient."""
+    config = PLAIN["config"] | dict(precision=dtype, optimizer=dict(type="lion", lr=1e-3), clip_grad_norm=0.5)
     case = DrawnCase(**PLAIN | dict(config=config, resume_world=0, resume={}))
-    start, first, second = (
-        torch.tensor(row, dtype=torch.float64) for row in ([0.0] * 3, [0.5, 0.5, -1.0], [-0.045, 0.5, -1.0])
-    )
-    signs = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64)
-    truth = Truth(
-        [1.0] * 4, [1.0] * 4, [dict(w=g) for g in (first, second, second, second)],
-        dict(w=start), dict(w=-2e-3 * signs), dict(w=-3e-3 * signs), (1.0, 1.0),
+    states: list[dict[str, torch.Tensor]] = []
+
+    def flip(loop: PlainLoop, number: int, norm: float, gradients: Mapping[str, torch.Tensor]) -> None:
+        if number == 0:
+            sizes = {
+                (n, i): float(g)
+                for n, t in gradients.items()
+                for i, g in enumerate(t.abs().view(-1))
+                if g > 0
+            }
+            name, i = (min if flipped == "least" else max)(sizes, key=lambda key: sizes[key])
+            master, initial = loop.masters[name].view(-1), loop.initial[name].view(-1)
+            master[i] = 2 * initial[i] - master[i]
+        states.append(loop.weights())
+
+    run = plain_run(case, dtype, [False] * 4, flip)
+    seen = Seen(
+        losses=run.losses[:3], norms=run.norms[:3], skipped=[False] * 3, gradients=run.gradients[:3],
+        evaluated=run.evaluated[0], told="ValueError: 3", weights=states[2],
     )  # fmt: skip
-    words = "after 3 steps: weights"
-    for element, said in ((0, words if skips else ""), (1, words)):
-        weights = dict(w=truth.saved["w"].clone())
-        weights["w"][element] *= -1
-        seen = Seen(
-            losses=[1.0] * 3,
-            norms=[1.0] * 3,
-            skipped=[skips, False, False],
-            told="ValueError: 3",
-            weights=weights,
-        )
-        assert wrong(case, seen, None, truth, truth)[: len(words)] == said
+    return case, seen, states[:3]
+
+
+def test_a_weight_that_comes_back_to_zero_moved_by_no_more_than_its_signs() -> None:
+    """Of a rate of zero in the last step, and of a weight that is exactly zero on the ranks alone."""
+    case, seen, states = lion_run("fp64", "least")
+    case = replace(case, config=case.config | dict(lr_scheduler=dict(type="one_cycle", total_steps=2)))
+    signs = LionSigns(case, states, [False] * 4)
+    loop = PlainLoop(case, "fp64")
+    loop.step(2, skip=True)
+    for name, value in loop.masters.items():
+        value.fill_(1e-19)
+        states[2][name] = torch.zeros_like(value)
+    signs.tossed = [
+        {},
+        {},
+        {name: torch.ones_like(value, dtype=torch.bool) for name, value in states[2].items()},
+    ]
+    signs.check(loop, 2)
+    assert signs.fault == ""
+    states[2] = {name: value + 1e-5 for name, value in states[2].items()}
+    signs.check(loop, 2)
+    assert "moved by more than two signs" in signs.fault
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16"])
+def test_a_sign_that_rounding_decides_under_lion_is_taken_over_and_no_other(dtype: str) -> None:
+    """The gradient of a key's bias is rounding alone."""
+    case, seen, states = lion_run(dtype, "least")
+    assert wrong_beside_signs(case, seen, None, states) == ""
+    case, seen, states = lion_run(dtype, "largest")
+    assert wrong_beside_signs(case, seen, None, states)
+
+
+def test_a_weight_that_moves_by_more_than_two_signs_is_not_taken_over() -> None:
+    case, seen, states = lion_run("fp64", "least")
+    states[1] = {name: value + 3e-3 for name, value in states[1].items()}
+    assert "moved by more than two signs of Lion" in wrong_beside_signs(case, seen, None, states)
 
 
 def test_runs_that_rounding_has_parted_are_compared_at_the_weights_of_the_ranks() -> None:

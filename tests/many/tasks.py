@@ -23,6 +23,10 @@ def gpt() -> cl.models.GPT:
     return cl.models.GPT(SHAPE)
 
 
+def train() -> list[Any]:
+    return TRAIN
+
+
 def raises() -> cl.models.GPT:
     raise ValueError("no such weights")
 
@@ -60,10 +64,15 @@ SPILLED: dict[str, Any] = dict(
     parallel=dict(pipeline=STAGES), zero=dict(stage=3, prefetch=0), memory=AWAY | dict(update_on="host")
 )
 """Trains one stage after the other, with all state on the host."""
+BUDGET: dict[str, Any] = dict(
+    gradient_accumulation=2, zero=dict(sum_order="ordered"),
+    memory=dict(placement="auto", device_budget=1_300_000, update_on="host"),
+)  # fmt: skip
+"""Has no room for the weights of `deep`."""
 
 
 def deep() -> cl.models.GPT:
-    return cl.models.GPT(replace(SHAPE, layers=3))
+    return cl.models.GPT(replace(SHAPE, layers=3, width=32, tied=False))
 
 
 def task(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:

@@ -10,11 +10,13 @@ import pytest
 from colossal_lite.launcher.command import main
 from colossal_lite.many.sweep import read_sweep
 from colossal_lite.many.task import check
+from colossal_lite.many.task_plan import plan_of
+from colossal_lite.observe.tables import size
 
 ROOT = Path(__file__).parents[2]
 HEAD = """
 build = "tests.many.tasks:gpt"
-data = "tests.many.tasks:gpt"
+data = "tests.many.tasks:train"
 steps = 10
 global_batch = 4
 """
@@ -77,13 +79,20 @@ step_s = 1.0
 [[task]]
 name = "c"
 step_s = 1.0
+[task.config.memory]
+placement = "host"
 """
     )
     path = written(tmp_path, text)
     assert main(["many", str(path), "--plan", "--devices", "2"]) == 0
     shown = capsys.readouterr().out
     assert "3 tasks on 2 devices" in shown and "bound 20 s" in shown
-    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[2:]}
+    sweep = read_sweep(path)
+    plans = [plan_of(task, sweep.config) for task in sweep.tasks]
+    assert plans[0] and plans[2] and plans[0].host_bytes == 0 < plans[2].host_bytes
+    host, device = size(plans[2].host_bytes), size(plans[0].peak_bytes)
+    assert shown.splitlines()[-1] == f"host {host} with all tasks open; device {device} at the most, a"
+    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[2:-1]}
     assert float(rows["link*"][2]) <= 1.05 and rows["sjf"] == ["30", "s", "1.500", "0"]
     assert not (tmp_path / "run").exists()
 

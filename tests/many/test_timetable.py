@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import mean
@@ -196,6 +197,14 @@ def test_twelve_equal_tasks_on_eight_devices_beat_the_paper_s_baselines() -> Non
     assert (
         simulate(timetable(EQUAL, 8, "fifo")).makespan_s / found.makespan_s >= 1.3
     )  # one a device to its end
+
+
+def test_24_000_actions_are_made_checked_and_simulated_in_5_s() -> None:
+    begun_s = time.process_time()
+    table = timetable([replace(job, parts=10) for job in EQUAL], 8)
+    simulate(table)
+    took_s = time.process_time() - begun_s
+    assert sum(map(len, table.devices)) >= 20_000 and took_s <= 5, took_s
 
 
 def test_link_is_near_the_bound_of_drawn_loads_and_never_slower_than_lrtf(loads: int = 8) -> None:

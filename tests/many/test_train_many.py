@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, Candidate, Choose
 from colossal_lite.many.task import check, fingerprint
 from colossal_lite.many.trainer import train
+from colossal_lite.many.worker import Order, Worker, saved_step
 from tests.many import tasks as own
 from tests.many.tasks import CONFIG, TRAIN, Dying, task
 from tests.shared.pool import RankEnv, run_world
@@ -147,19 +149,22 @@ def test_a_stopped_run_goes_on_on_another_number_of_devices_and_halves_as_one_th
         assert found[name]["cause"] == "not among the best 2 of 4 at step 4"
 
 
-def test_tasks_that_train_stage_by_stage_are_as_alone_beside_each_other_on_two_devices(
+def test_tasks_larger_than_their_device_train_stage_by_stage_with_the_bits_of_no_budget(
     tmp_path: Path,
 ) -> None:
-    """One of them is killed, and both move between the devices."""
-    killed = Dying(tmp_path / "killed")
+    """One asks for stages, and is killed; the other has a budget alone. Both move between the devices."""
+    free = {name: value for name, value in own.BUDGET.items() if name != "memory"}
     tasks = [
-        task("stages", build=own.deep, config=own.SPILLED, data=killed),
-        task("others", 3e-3, 9, build=own.deep, config=own.SPILLED),
+        task("stages", build=own.deep, config=own.SPILLED, data=Dying(tmp_path / "killed")),
+        task("budget", 3e-3, 5, build=own.deep, config=own.BUDGET),
     ]
-    by_themselves = run_world(alone, 1, [replace(each, data=TRAIN) for each in tasks], tmp_path)[0]
+    unhurt = [replace(tasks[0], data=TRAIN), task("budget", 3e-3, 5, build=own.deep, config=free)]
+    by_themselves = run_world(alone, 1, unhurt, tmp_path)[0]
     folder, how = tmp_path / "many", dict(policy="elsewhere", save_every=3)
     found = run_world(together, 2, tasks, folder, how, timeout_s=100)[0]
     assert_as_alone(found, by_themselves, folder, tasks)
+    told = "".join(path.read_text() for path in (folder / "logs").iterdir())
+    assert "budget: ways to train within memory.device_budget" in told, told
 
 
 @pytest.mark.campaign
@@ -180,6 +185,23 @@ def test_kills_at_drawn_moments_change_no_bit(seed: int, expected: Found, tmp_pa
             together, draw.choice([1, 2, 4]), tasks, folder, how | dict(resume=True), timeout_s=120
         )[0]
     assert_as_alone(found, {**expected, "killed": expected["a"]}, folder)
+
+
+def by_turns(env: RankEnv, folder: Path) -> list[float]:
+    """Seconds from a request to its first step, of two open tasks that train a step each, by turns."""
+    prepare = partial(launcher_env.show_one_device, env.rank)
+    order = Order((task("a"), task("b")), CONFIG, folder, None, cl.launch, folder / "log", prepare)
+    worker = Worker(order)
+    asked = [dict(do="run", task=name, to=step, evaluates=False) for step in range(1, 4) for name in "ab"]
+    answers = [worker.answer(request) for request in asked]
+    assert [answer["step"] for answer in answers] == [request["to"] for request in asked]
+    assert not any(saved_step(folder, name) for name in "ab")
+    worker.park_all()
+    return [answer["open_s"] for answer in answers[2:]]
+
+
+def test_a_device_goes_from_one_open_task_to_another_within_5_ms(tmp_path: Path) -> None:
+    assert median(run_world(by_turns, 1, tmp_path)[0]) <= 5e-3
 
 
 def test_everything_that_is_wrong_is_refused_at_once() -> None:

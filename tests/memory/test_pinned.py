@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import resource
 
 import torch
 
 from colossal_lite.memory.disk_layout import PAGE_BYTES
-from colossal_lite.memory.pinned import host_pages, host_room, locked, pages
-from colossal_lite.observe.memory_meter import AllocatedBytes
+from colossal_lite.memory.pinned import host_pages, host_room, locked, pages, zeros_on
+from colossal_lite.observe.memory_meter import AllocatedBytes, LiveBytes
 
 CPU = torch.device("cpu")
 
@@ -88,3 +89,17 @@ def test_what_is_allocated_beside_the_state_counts_in_every_stretch_and_nothing_
     with meter:
         allocator.give(7)
     assert meter.peak_bytes == 7
+
+
+def test_large_zeros_take_memory_when_they_are_written_and_a_meter_counts_them_at_once() -> None:
+    def faults() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    before = faults()
+    room = zeros_on(CPU, 8 * 2**20, torch.bfloat16)
+    assert faults() - before < 100, "4096 pages of 4 KiB"
+    assert room.shape == (8 * 2**20,) and room.dtype == torch.bfloat16 and not room[:: 2**12].any()
+    assert room.add_(1).sum(dtype=torch.float64) == room.numel()
+    with LiveBytes() as meter:
+        kept = zeros_on(CPU, 2**20, torch.float32)
+    assert meter.now_bytes == kept.nbytes == 4 * 2**20

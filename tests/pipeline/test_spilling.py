@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import colossal_lite as cl
 from colossal_lite.config.pipeline_schema import PipelineConfig
 from colossal_lite.memory.packing import stages_of
+from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.pipeline.step_plan import StepShape, step_plan
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.plan import ActionKind, Plan, PlanError, Shape
 from colossal_lite.schedule.stage_gathers import StageWeights
 from tests.planner.test_planner import assert_predicted
+from tests.shared.covering import Choice, covering_array, name_of
+from tests.shared.hugging_face import sized
 from tests.shared.parity import Case, assert_parity, start
 from tests.shared.pool import RankEnv, run_world
 
@@ -81,6 +87,66 @@ def test_bits_are_those_of_accumulation_without_stages() -> None:
     )  # fmt: skip
     (ours, *_), (theirs, *_) = (run_world(trained, 1, case)[0] for case in (spilled, plain))
     for (loss, norm, state), (other_loss, other_norm, others) in zip(ours, theirs, strict=True):
+        assert (loss, norm) == (other_loss, other_norm)
+        assert all(torch.equal(value, others[name]) for name, value in state.items())
+
+
+COVER: dict[str, list[Any]] = dict(
+    model=["ours", "Hugging Face", "Sequential"],
+    optimizer=["adamw", "sgd", "lion"],
+    tied=[False, True],
+    dropout=[0.0, 0.1],
+    clip=[None, 0.05],
+    micro_batches=[1, 2, 4, 8],
+    stages=[1, 2, 3, 4],
+    precision=["fp32", "bf16"],
+)
+
+
+def covered(row: Choice) -> nn.Module:
+    sizes: dict[str, Any] = dict(vocabulary=37, sequence=6, layers=4, heads=2, width=16)
+    if row["model"] == "ours":
+        return GPT(GPTConfig(**sizes, tied=row["tied"], dropout=row["dropout"]))
+    if row["model"] == "Hugging Face":
+        return sized("hf-gpt2", **sizes, tied=row["tied"], dropout=row["dropout"])
+    inner = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(row["dropout"])) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(37, 16), *inner, nn.Linear(16, 37, bias=False))
+    if row["tied"]:
+        model[-1].weight = model[0].weight
+    return model
+
+
+def steps_of_row(env: RankEnv, row: Choice, staged: bool, state: dict[str, Any]) -> list[Any]:
+    parts = row["micro_batches"]
+    if staged:
+        pipeline = dict(size=1, schedule="bfs", stages_per_rank=row["stages"], micro_batches=parts)
+        how: dict[str, Any] = dict(parallel=dict(pipeline=pipeline))
+    else:
+        how = dict(gradient_accumulation=parts)
+    config = dict(
+        precision=row["precision"], optimizer=dict(type=row["optimizer"], lr=1e-2), clip_grad_norm=row["clip"], seed=3,
+        backend="gloo",
+    )  # fmt: skip
+    found = []
+    with env.launch(config | how | state) as context:
+        engine = cl.initialize(partial(covered, row), context=context)
+        for number in range(3):
+            batch = Case(tokens=6, global_batch=8, ragged=True).batch(number)
+            result = engine.train_step(batch)
+            found.append((float(result.loss), result.grad_norm, engine.full_state_dict()))
+    return found
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", covering_array(COVER), ids=name_of)
+def test_a_spilled_run_has_the_bits_of_a_plain_one_for_each_two_choices(row: Choice) -> None:
+    """Of a weight that two stages share: those of the same stages, with all state on the device."""
+    staged = row["stages"] > 1
+    away = dict(zero=dict(stage=3, prefetch=0, sum_order="ordered"), memory=AWAY)
+    here = dict(zero=dict(stage=0, sum_order="ordered"))
+    spilled = run_world(steps_of_row, 1, row, staged, away)[0]
+    plain = run_world(steps_of_row, 1, row, staged and row["tied"], here)[0]
+    for (loss, norm, state), (other_loss, other_norm, others) in zip(spilled, plain, strict=True):
         assert (loss, norm) == (other_loss, other_norm)
         assert all(torch.equal(value, others[name]) for name, value in state.items())
 

@@ -333,7 +333,7 @@ def test_at_most_one_more_stage_than_the_prefetch_is_gathered(prefetch: int) -> 
 def test_sums_follow_the_last_gradient_and_updates_come_last() -> None:
     plan = add_step(generate("1f1b", 2, 2), {0: (0, 1), 1: (2,)})
     assert str(plan) == (
-        "0F0 0F1 0B0 0B1 0REDUCE#0 0REDUCE#1 0UPDATE#0 0UPDATE#1\n1F0 1B0 1F1 1B1 1REDUCE#2 1UPDATE#2"
+        "0F0 0F1 0B0 0B1 0REDUCE#1 0REDUCE#0 0UPDATE#0 0UPDATE#1\n1F0 1B0 1F1 1B1 1REDUCE#2 1UPDATE#2"
     )
     each = add_step(generate("1f1b", 2, 2), {0: (0,), 1: (1,)}, "micro_batch")
     assert [str(a) for a in each[1]] == "1F0 1B0 1REDUCE0#1 1F1 1B1 1REDUCE1#1 1UPDATE#1".split()

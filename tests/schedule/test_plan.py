@@ -382,7 +382,7 @@ def test_a_broken_step_is_named(row: str, words: str) -> None:
 
 def test_a_step_in_one_list() -> None:
     step = add_step(one_stage(2), {0: (0, 1)})
-    assert str(step) == "0F0 0B0 0F1 0B1 0REDUCE#0 0REDUCE#1 0UPDATE#0 0UPDATE#1"
+    assert str(step) == "0F0 0B0 0F1 0B1 0REDUCE#1 0REDUCE#0 0UPDATE#0 0UPDATE#1"
     assert check(add_step(one_stage(5), {0: (0, 1, 2)})).live == (1,)
     check(lines("0F0 0B0 0REDUCE0#1 0F1 0B1 0REDUCE1#1 0UPDATE#1"))
 

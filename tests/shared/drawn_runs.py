@@ -11,7 +11,7 @@ import hashlib
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -70,6 +70,8 @@ class Seen:
     """What the refused batch was told."""
     digest: str = ""
     weights: dict[str, Tensor] = field(default_factory=dict)
+    states: list[dict[str, Tensor]] = field(default_factory=list)
+    """Weights after each step, where they are read there."""
     ended: Ended | None = None
 
 
@@ -219,7 +221,7 @@ def _step(engine: cl.Engine, context: cl.Context, case: DrawnCase, number: int, 
     seen.norms.append(float(result.grad_norm))
     seen.skipped.append(bool(result.skipped))
     if case.habits["reads"] == "weights":
-        engine.full_state_dict()
+        seen.states.append(engine.full_state_dict())
     elif case.habits["reads"] == "state" and case.habits["optimizer"] is None:
         engine.full_optimizer_state()
     elif case.habits["reads"] == "reports":
@@ -299,7 +301,7 @@ def _end(engine: cl.Engine, env: RankEnv, seen: Seen) -> None:
     if env.rank == 0:
         seen.weights = state
     else:
-        seen.gradients = []
+        seen.gradients, seen.states = [], []
     engine.close()
 
 
@@ -319,10 +321,19 @@ class Truth:
     evaluated: tuple[float, float]
     is_own: bool = False
     """Whether the step after the save, and evaluations behind it, are at the weights that the ranks had there."""
+    follows_signs: bool = False
+    """Whether Lion took the signs of the ranks where rounding decides a sign."""
 
 
-def plain_run(case: DrawnCase, dtype: str, skipped: list[bool]) -> Truth:
-    """All steps on one process, whole batches, in `dtype`. `skipped`: steps that fp16's loss scale skipped."""
+def plain_run(
+    case: DrawnCase,
+    dtype: str,
+    skipped: Sequence[bool],
+    after_step: Callable[[PlainLoop, int, float, Mapping[str, Tensor]], None] | None = None,
+) -> Truth:
+    """All steps on one process, whole batches, in `dtype`. `skipped`: steps that fp16's loss scale skipped.
+
+    `after_step` is given the loop, and number, norm and gradients of each step that is done."""
     loop = PlainLoop(case, dtype)
     losses, norms, gradients, evaluated, kept = [], [], [], [math.nan, math.nan], []
     for number in range(STEPS + 1):
@@ -338,6 +349,8 @@ def plain_run(case: DrawnCase, dtype: str, skipped: list[bool]) -> Truth:
         losses.append(loss)
         norms.append(norm)
         gradients.append(gradient)
+        if after_step is not None:
+            after_step(loop, number, norm, gradient)
     evaluated[1] = loop.evaluate(-2)
     return Truth(
         losses, norms, gradients, loop.initial, kept[0], loop.weights(), (evaluated[0], evaluated[1])
@@ -408,6 +421,11 @@ class PlainLoop:
 
     def weights(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.masters.items()}
+
+    def take(self, values: Mapping[str, Tensor], where: Mapping[str, Tensor]) -> None:
+        """Set the elements that `where` names to those of `values`."""
+        for name, chosen in where.items():
+            self.masters[name][chosen] = values[name][chosen].to(self.masters[name].dtype)
 
     def halve(self) -> None:
         """Halve all weights, as somebody does who loads a state dict between steps."""

@@ -186,7 +186,7 @@ def _wide_faults(
         yield from _weight_faults(case, "after the resume", second.weights, truth.last, truth)
 
 
-def _kinds(case: DrawnCase) -> set[str]:
+def kinds_of(case: DrawnCase) -> set[str]:
     if case.habits["optimizer"] is not None:
         return {case.habits["optimizer"]}
     given = case.config["optimizer"]
@@ -201,14 +201,18 @@ def _looser(case: DrawnCase, truth: Truth, number: int) -> float:
         return 1e3 if case.dtype == "fp32" else 1e7
     if case.config.get("optimizer", {}).get("moments") == "bf16":
         return 3e2 if case.dtype == "fp32" else 1e7
-    if _kinds(case) == {"sgd"}:
+    if kinds_of(case) == {"sgd"}:
         return 1.0
     return 1e2 if case.dtype == "fp32" else 1e3
 
 
 def follows_rounding(case: DrawnCase, truth: Truth, steps: int = STEPS) -> bool:
     """Whether in one of the first steps a signed update made full steps of rounding alone, so that runs part."""
-    return bool(_kinds(case) & SIGNED) and any(_is_rounding(case, g) for g in truth.gradients[:steps])
+    return (
+        not truth.follows_signs
+        and bool(kinds_of(case) & SIGNED)
+        and any(_is_rounding(case, g) for g in truth.gradients[:steps])
+    )
 
 
 def _is_rounding(case: DrawnCase, gradients: Mapping[str, Tensor]) -> bool:
@@ -236,12 +240,12 @@ def _gradient_faults(
 def _weight_faults(
     case: DrawnCase, when: str, ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], all_of: Truth
 ) -> Iterator[str]:
-    kinds = _kinds(case)
+    kinds = kinds_of(case)
     normalised = kinds != {"sgd"}
     bound = (NORMALISED if normalised else WEIGHT)[case.dtype]
     if case.config.get("optimizer", {}).get("moments") == "bf16":
         bound = 0.2
-    if kinds & SIGNED and any(_is_rounding(case, gradients) for gradients in all_of.gradients):
+    if follows_rounding(case, all_of, len(all_of.gradients)):
         bound = max(bound, 0.3)
     for name, expected in truth.items():
         difference = ours[name].double() - expected
@@ -294,42 +298,14 @@ def _narrow_faults(
     if second is not None:
         pairs.append(("after the resume", second.weights, truth.last, plain.last))
     for when, ours_of, true_of, plain_of in pairs:
-        tossed = {name: _tossed_by_lion(case, name, truth, both.skipped) for name in true_of}
-        mine, theirs = _distance(ours_of, true_of, tossed), _distance(plain_of, true_of, tossed)
+        mine, theirs = _distance(ours_of, true_of), _distance(plain_of, true_of)
         moved = _distance(true_of, truth.initial)
         if not mine <= NARROW * theirs + 0.03 * moved + 1e-6:
             yield f"{when}: weights are {mine:.3g} from the truth, plain ones {theirs:.3g}, moved {moved:.3g}"
 
 
-def _tossed_by_lion(case: DrawnCase, name: str, truth: Truth, skipped: Sequence[bool]) -> Tensor:
-    """Elements of which Lion takes a sign that 16 bits decide: in some step the terms of its direction cancel to within
-    their rounding. Each such sign moves a weight by twice the learning rate."""
-    given = case.config.get("optimizer", {})
-    rows = [given, *({**given, **group} for group in given.get("groups", ()))]
-    pairs = {tuple(row.get("betas", (0.9, 0.99))) for row in rows if row.get("type") == "lion"}
-    found = torch.zeros_like(truth.initial[name], dtype=torch.bool)
-    for b1, b2 in pairs:
-        average, largest = torch.zeros_like(truth.initial[name], dtype=torch.float64), 0.0
-        made = [step for step, is_skipped in zip(truth.gradients, skipped, strict=False) if not is_skipped]
-        for gradient in (gradients[name].double() for gradients in made if name in gradients):
-            most = float(gradient.abs().max())
-            direction, terms = b1 * average + (1 - b1) * gradient, b1 * largest + (1 - b1) * most
-            found |= direction.abs() <= ROUNDING[case.dtype] * terms
-            average, largest = b2 * average + (1 - b2) * gradient, b2 * largest + (1 - b2) * most
-    return found
-
-
-def _distance(
-    ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], left_out: Mapping[str, Tensor] | None = None
-) -> float:
-    """`left_out`: elements that do not count."""
-    total = 0.0
-    for name, value in truth.items():
-        difference = ours[name].double() - value
-        if left_out is not None:
-            difference = difference.masked_fill(left_out[name], 0.0)
-        total += float(difference.norm()) ** 2
-    return math.sqrt(total)
+def _distance(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
+    return math.sqrt(sum(float((ours[name].double() - value).norm()) ** 2 for name, value in truth.items()))
 
 
 assert STEPS == 3, "the words above name it"
