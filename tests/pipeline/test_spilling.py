@@ -116,7 +116,7 @@ def covered(row: Choice) -> nn.Module:
     return model
 
 
-def steps_of_row(env: RankEnv, row: Choice, staged: bool, zero: dict[str, Any], **more: Any) -> list[Any]:
+def steps_of_row(env: RankEnv, row: Choice, staged: bool, state: dict[str, Any]) -> list[Any]:
     parts = row["micro_batches"]
     if staged:
         pipeline = dict(size=1, schedule="bfs", stages_per_rank=row["stages"], micro_batches=parts)
@@ -125,10 +125,10 @@ def steps_of_row(env: RankEnv, row: Choice, staged: bool, zero: dict[str, Any], 
         how = dict(gradient_accumulation=parts)
     config = dict(
         precision=row["precision"], optimizer=dict(type=row["optimizer"], lr=1e-2), clip_grad_norm=row["clip"], seed=3,
-        zero=dict(sum_order="ordered") | zero, backend="gloo",
+        backend="gloo",
     )  # fmt: skip
     found = []
-    with env.launch(config | how | more) as context:
+    with env.launch(config | how | state) as context:
         engine = cl.initialize(partial(covered, row), context=context)
         for number in range(3):
             batch = Case(tokens=6, global_batch=8, ragged=True).batch(number)
@@ -142,8 +142,10 @@ def steps_of_row(env: RankEnv, row: Choice, staged: bool, zero: dict[str, Any], 
 def test_a_spilled_run_has_the_bits_of_a_plain_one_for_each_two_choices(row: Choice) -> None:
     """Of a weight that two stages share: those of the same stages, with all state on the device."""
     staged = row["stages"] > 1
-    spilled = run_world(partial(steps_of_row, memory=AWAY), 1, row, staged, dict(stage=3, prefetch=0))[0]
-    plain = run_world(steps_of_row, 1, row, staged and row["tied"], dict(stage=0))[0]
+    away = dict(zero=dict(stage=3, prefetch=0, sum_order="ordered"), memory=AWAY)
+    here = dict(zero=dict(stage=0, sum_order="ordered"))
+    spilled = run_world(steps_of_row, 1, row, staged, away)[0]
+    plain = run_world(steps_of_row, 1, row, staged and row["tied"], here)[0]
     for (loss, norm, state), (other_loss, other_norm, others) in zip(spilled, plain, strict=True):
         assert (loss, norm) == (other_loss, other_norm)
         assert all(torch.equal(value, others[name]) for name, value in state.items())
