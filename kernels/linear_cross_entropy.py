@@ -1,8 +1,8 @@
 """Computes the cross-entropy of x @ weight.T without holding all logits.
 
-No model calls it yet: models compute logits, then kernels/cross_entropy.py.  Rows are taken in chunks whose logits fit
-a budget.  A chunk's logits become their own gradient in place, and add to dx and dweight in forward.  Backward only
-scales these two.  dweight is summed in float32.  In bf16 the error grows with the number of chunks (Liger #827, #1391).
+Rows are taken in chunks of `chunk_rows`.  A chunk's logits become their own gradient in place, and add to dx and
+dweight in forward.  Backward only scales these two.  dweight is summed in float32 where there are several chunks.  In
+bf16 the error would grow with their number (Liger #827, #1391).
 With the vocabulary cut between ranks, the caller's `gather` turns this rank's partial [N, 3] into [ranks, N, 3].
 The three numbers are in kernels/cross_entropy.py.  dx is then this rank's term, and the caller sums it.
 
@@ -24,8 +24,9 @@ from .cross_entropy import check_labels, check_range, combine, gradient, partial
 from .cross_entropy import reference as whole_reference
 from .launch import INDEX, Takes, TritonOp, check_alike
 
-LOGITS_BYTES = 512 << 20
-MINIMUM_ROWS = 2048  # fewer rows a product leave a GPU's matrix units waiting
+_BLOCK_ELEMENTS = 1 << 20
+ROWS, ROWS_IN_16_BITS = 256, 2048
+"""A chunk reads and writes all of dweight.  So many rows make its products cost more than that, at a GPU's rate."""
 
 
 def linear_cross_entropy(
@@ -40,12 +41,14 @@ def linear_cross_entropy(
     vocabulary: int | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
     rows: int | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """(sum over valid rows, their number) of the cross-entropy of x [..., D] @ weight [V_local, D].T.
 
     weight holds rows [start, start + V_local) of a vocabulary of `vocabulary`.  smoothing: label smoothing.  z_loss:
-    factor of the squared log-sum-exp.  rows: rows a chunk, by the budget unless given.  Raises ValueError for shapes
-    that do not fit, and on the CPU for labels outside the vocabulary.
+    factor of the squared log-sum-exp.  rows: rows a chunk, `chunk_rows` unless given.  scale: what backward will begin
+    with, a loss scale; gradients in 16 bits are made with it, and are as exact as those of whole logits.  Raises
+    ValueError for shapes that do not fit, and on the CPU for labels outside the vocabulary.
     """
     return _run(
         partial,
@@ -60,6 +63,7 @@ def linear_cross_entropy(
         vocabulary,
         gather,
         rows,
+        scale,
     )
 
 
@@ -76,6 +80,7 @@ def _run(
     vocabulary: int | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
     rows: int | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     vocabulary = weight.shape[0] if vocabulary is None else vocabulary
     if x.shape[-1] != weight.shape[-1] or weight.dim() != 2:
@@ -89,17 +94,27 @@ def _run(
     check_labels("linear_cross_entropy", x, labels, smoothing, given="x")
     check_range("linear_cross_entropy", labels, vocabulary, ignore_index)
     flat = labels.reshape(-1)
-    rows = chunk_rows(weight.shape[0], x.element_size()) if rows is None else rows
+    rows = chunk_rows(x.element_size()) if rows is None else rows
     options = (start, vocabulary, ignore_index, smoothing, z_loss)
+    trains = torch.is_grad_enabled()  # what a Function's forward no longer knows
     total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x.reshape(-1, x.shape[-1]), weight, flat, options, gather, rows, partial_of, gradient_of
+        x.reshape(-1, x.shape[-1]),
+        weight,
+        flat,
+        options,
+        gather,
+        rows,
+        partial_of,
+        gradient_of,
+        scale,
+        trains,
     )
     return total, (flat != ignore_index).sum()
 
 
-def chunk_rows(vocabulary: int, element_bytes: int) -> int:
-    """Rows whose logits fit the budget, but not too few."""
-    return max(MINIMUM_ROWS, LOGITS_BYTES // (vocabulary * element_bytes))
+def chunk_rows(element_bytes: int) -> int:
+    """Rows of a chunk, by the size of an element of x."""
+    return ROWS_IN_16_BITS if element_bytes <= 2 else ROWS
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -107,44 +122,53 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, options: tuple[Any, ...],
         gather: Callable[[Tensor], Tensor] | None, rows: int, partial_of: Callable[..., Tensor],
-        gradient_of: Callable[..., Tensor],
+        gradient_of: Callable[..., Tensor], scale: float, trains: bool,
     ) -> Tensor:  # fmt: skip
         acc = torch.promote_types(x.dtype, torch.float32)
         total = torch.zeros((), dtype=acc, device=x.device)
-        one = torch.ones((), dtype=acc, device=x.device)
-        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        dweight = torch.zeros(weight.shape, dtype=acc, device=x.device) if ctx.needs_input_grad[1] else None
-        for begin in range(0, len(x), rows):
+        seed = torch.full((), scale, dtype=acc, device=x.device)
+        needs_dx, needs_dweight = (trains and needs for needs in ctx.needs_input_grad[:2])
+        dx = torch.empty_like(x) if needs_dx else None
+        dweight: Tensor | None = None
+        for begin in range(0, max(len(x), 1), rows):
             part = slice(begin, begin + rows)
             logits = x[part] @ weight.T
             stats = partial_of(logits, labels[part], *options[:2])
             stats = stats[None] if gather is None else gather(stats)
             loss, _, lse = combine(stats, labels[part], *options[1:])
             total += loss
-            if dx is None and dweight is None:
+            if not (needs_dx or needs_dweight):
                 continue
-            d_logits = gradient_of(one, logits, labels[part], lse, *options, out=logits)
+            d_logits = gradient_of(seed, logits, labels[part], lse, *options, out=logits)
             if dx is not None:
                 torch.mm(d_logits, weight, out=dx[part])
-            if dweight is not None:
+            if needs_dweight and len(x) <= rows:
+                dweight = d_logits.T @ x
+            elif needs_dweight:
+                dweight = (
+                    torch.zeros(weight.shape, dtype=acc, device=x.device) if dweight is None else dweight
+                )
                 _add_product(dweight, d_logits.T, x[part])
+            del logits, d_logits  # before the next chunk's
         ctx.save_for_backward(dx, None if dweight is None else dweight.to(weight.dtype))
+        ctx.scale = scale
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight = (None if g is None else _scaled(g, d_total) for g in ctx.saved_tensors)
-        return dx, dweight, None, None, None, None, None, None
+        factor = d_total / ctx.scale
+        dx, dweight = (None if g is None else _scaled(g, factor) for g in ctx.saved_tensors)
+        return dx, dweight, *[None] * 8
 
 
-def _scaled(g: Tensor, scale: Tensor) -> Tensor:
-    """g * scale, multiplied in scale's dtype. In 16 bits a scale of 1 / 11 would be off by a thousandth."""
-    if g.dtype == scale.dtype:
-        return g * scale
+def _scaled(g: Tensor, factor: Tensor) -> Tensor:
+    """g * factor, multiplied in factor's dtype. In 16 bits a factor of 1 / 11 would be off by a thousandth."""
+    if g.dtype == factor.dtype:
+        return g * factor
     scaled = torch.empty_like(g)
-    for part, out in zip(g.split(MINIMUM_ROWS), scaled.split(MINIMUM_ROWS), strict=True):
-        out.copy_(part.to(scale.dtype).mul_(scale))
+    for part, out in zip(g.split(ROWS_IN_16_BITS), scaled.split(ROWS_IN_16_BITS), strict=True):
+        out.copy_(part.to(factor.dtype).mul_(factor))
     return scaled
 
 
@@ -154,8 +178,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     elif total.device.type == "cuda":  # the matrix units add bf16 products into float32 themselves
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    else:  # in blocks, else a wide copy of `a` is as large as two chunks of logits
+        b, step = b.to(total.dtype), max(1, _BLOCK_ELEMENTS // a.shape[1])
+        blocks = range(
+            0, min(step, len(a)) if a.is_meta else len(a), step
+        )  # no values: one block has all shapes
+        for block in (slice(i, i + step) for i in blocks):
+            total[block].addmm_(a[block].to(total.dtype), b)
 
 
 def _triton(x: Tensor, weight: Tensor, labels: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:

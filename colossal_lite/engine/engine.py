@@ -523,14 +523,15 @@ class Engine:
         self._streams.begin(self.steps, local.samples, local.token_positions, is_part=is_part, tokens=tokens)
         heard = self._auxiliary.heard(sums.auxiliary, len(local.samples))
         drawn, watched = self._randomness.held(self.model.training), self._comparison.forward(local)
-        with self._weights.forward(), drawn, self._streams.forward(), heard, watched:
+        seed = self._seed(part)
+        told = self._loss.told(local, seed)
+        with self._weights.forward(), drawn, self._streams.forward(), heard, watched, told:
             outputs = self._stages.run(stage, carried, self._loss.asked(local))
         if stage < self._stages.last:
             return outputs
         refuse_means(outputs, type(self.model).__name__)
         loss, count = self._loss.of(outputs, local)
         sums.add(loss.detach(), count)
-        seed = self._seed(part)
         # Not backward(seed): torch would check its shape by symbolic shapes, which import 45 MB of sympy.
         return loss if seed == 1.0 else loss * seed
 

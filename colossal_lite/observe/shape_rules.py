@@ -321,6 +321,7 @@ def _arange(end: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Re
 
 
 RULES: Mapping[Any, Rule] = {
+    aten.clone.default: _made_like,
     aten.empty_like.default: _made_like,
     aten.ones_like.default: _made_like,
     aten.zeros_like.default: _made_like,
@@ -370,13 +371,14 @@ RULES: Mapping[Any, Rule] = {
     aten.arange.default: _arange,
 }  # fmt: skip
 
-GIVEN_OUT: Mapping[Any, Rule] = {aten.mul.out: _pointwise(_promoted), aten.cat.out: _cat}
+GIVEN_OUT: Mapping[Any, Rule] = {aten.mul.out: _pointwise(_promoted), aten.cat.out: _cat, aten.mm.out: _mm}
 """Operations that return their `out=` tensor, if it has the shape of the rule."""
 
 IN_PLACE = frozenset(
     (
         aten.add_.Tensor, aten.add_.Scalar, aten.mul_.Tensor, aten.mul_.Scalar, aten.exp_.default, aten.log_.default,
         aten.lerp_.Tensor, aten.scatter_add_.default, aten.zero_.default, aten.fill_.Scalar,
+        aten.addmm_.default,
     )
 )  # fmt: skip
 """Operations that return their first argument with its shape unchanged."""

@@ -7,6 +7,7 @@ over the vocabulary or not.  A user's own criterion gets full logits, and is wei
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 
 from colossal_lite.data.batch import Batch
-from colossal_lite.kernels import Ops
 from colossal_lite.parallel.model_loss import ModelLoss as ModelLoss
 from colossal_lite.parallel.tensor_modes import TensorStrategy
 
@@ -32,8 +32,9 @@ class _Parallelized(Protocol):
     @property
     def strategy(self) -> TensorStrategy: ...
 
-    @property
-    def ops(self) -> Ops: ...
+    def told(self, part: Batch, scale: float = 1.0) -> AbstractContextManager[None]: ...
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 def logits_of(outputs: Any) -> Tensor:
@@ -100,6 +101,10 @@ class Loss:
         """What the model is called with, to give a loss if it is asked for its own."""
         return self.criterion.asked(batch) if isinstance(self.criterion, ModelLoss) else batch
 
+    def told(self, part: Batch, scale: float) -> AbstractContextManager[None]:
+        """Context of a forward, in which the head may compute the loss. `scale`: what backward will begin with."""
+        return self.parallelized.told(part, scale) if self.criterion is None else nullcontext()
+
     def refuse_calls(self, tensor: int) -> None:
         """Raises ValueError where `engine(x)` would gather logits that the model's own code has whole."""
         if isinstance(self.criterion, ModelLoss) and tensor > 1:
@@ -118,7 +123,7 @@ class Loss:
             raise ValueError(LAST_ONLY.format(shape=tuple(logits.shape), labels=tuple(labels.shape)))
         if self.criterion is None:
             try:
-                return strategy.cross_entropy(self.parallelized.ops, logits, part.labels)
+                return self.parallelized.cross_entropy(logits, part.labels)
             except ValueError as error:
                 error.add_note(
                     f"model: forward gave logits {tuple(logits.shape)}; legal: (samples, tokens, vocabulary), for each "

@@ -12,12 +12,13 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colossal_lite import kernels as ops_table
 from colossal_lite.config.parallel_schema import TENSOR_MODES, ModelFacts
@@ -37,6 +38,7 @@ from colossal_lite.parallel.dropout_rows import (
     is_known,
     rows_behind,
 )
+from colossal_lite.parallel.fused_head import FusedHead, UnmadeLogits, fuse_head, head_of
 from colossal_lite.parallel.lora import with_adapters
 from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.padding import Padding, padding_of
@@ -69,10 +71,24 @@ class Parallelized:
     plan: Mapping[str, str]
     padding: Padding
     form: Form = field(default_factory=Form)
+    head: FusedHead | None = None
+    """The head, if it can compute the loss."""
 
     def local_part(self, batch: Batch) -> Batch:
         """What this rank's layers see of a micro-batch. Raises ValueError if it cannot be cut so."""
         return self.strategy.local_part(self.padding.of(batch))
+
+    def told(self, part: Batch, scale: float = 1.0) -> AbstractContextManager[None]:
+        """Context of a forward whose loss is `cross_entropy` on these labels."""
+        return nullcontext() if self.head is None else self.head.told(part.labels, scale)
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of token losses, number of valid labels) from what the model gives for logits."""
+        if isinstance(logits, UnmadeLogits):
+            if logits.written is None:
+                return logits.loss
+            logits = logits.written
+        return self.strategy.cross_entropy(self.ops, logits, labels)
 
     @property
     def reported_loss(self) -> int:
@@ -106,6 +122,7 @@ def parallelize(
     does not divide. It also raises for a sequence axis under a model of unknown attention.
     """
     _check_sequence(module, mesh, sequence_mode, criterion, compiled)
+    head = None if criterion is not None else head_of(module)
     auxiliary, emitting, facts = AuxiliaryLosses(), modules_of(module), facts_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
     chosen: Mapping[str, str] = {}
@@ -139,7 +156,8 @@ def parallelize(
     _check_replaced(emitting.keys() - modules_of(module).keys(), mesh)
     auxiliary.bind(module, partial(_share, share_at, mesh.size("sequence")))
     give_ops(module, ops)
-    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen, padding, form)
+    fused = fuse_head(module, head, ops, is_cut=mesh.size("tensor") > 1)
+    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen, padding, form, fused)
 
 
 def _check_compiled(module: nn.Module, form: Form, compiled: bool) -> None:

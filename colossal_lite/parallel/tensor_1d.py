@@ -9,9 +9,10 @@ dropout and residual sums cost 1 / n.  The gradients of their parameters are ter
 Per pair and micro-batch, payload M each:     forward             backward
     replicated stream                         all-reduce          all-reduce
     sequence_parallel                         gather, scatter     gather, scatter, and gather again (`regather_inputs`)
-Embedding and head count as one pair together.  The loss never gathers logits: one all-gather of 3 numbers a token and
-rank.  A column-wise linear overlaps the reduction of its input gradient with the product for its weight gradient.  The
-second gather overlaps with the product before; `overlap=False` waits at once and gives the same bits.
+Embedding and head count as one pair together.  The head computes its loss and gradients in forward, so its input is
+gathered once.  It works in chunks of rows (kernels/linear_cross_entropy.py), with an all-gather of 3 numbers a token
+and rank for each.  A column-wise linear overlaps the reduction of its input gradient with the product for its weight
+gradient.  The second gather overlaps with the product before; `overlap=False` waits at once and gives the same bits.
 
 With fewer key and value heads than ranks, each rank holds all of them and uses one.  Their gradients are summed over
 the axis.  A vocabulary that n does not divide is padded inside the layout.  Padded logits are the least number of the
@@ -33,6 +34,7 @@ from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Dropout, Rows
+from colossal_lite.kernels.linear_cross_entropy import chunk_rows
 from colossal_lite.parallel.layer_swap import (
     Heads,
     Swap,
@@ -87,10 +89,13 @@ def micro_batch_payload(
     # Forward sums where a pair ends, backward where one begins; gathers are the opposite.
     gathers, reduces = 0, 2 * pairs - adapted
     if mode.sequence_parallel:
-        gathers = pairs * (3 if mode.regather_inputs and not adapted else 2) - adapted
+        gathers = 2 * pairs - adapted
+        if mode.regather_inputs and not adapted:
+            gathers += pairs - 1  # the head's gradients are made in forward
         rows.append(LedgerRow("reduce_scatter", AXIS, reduces, reduces * activation_bytes))
         reduces = 0
-    rows.append(LedgerRow("all_gather", AXIS, gathers + 1, gathers * activation_bytes + stats_bytes))
+    chunks = -(-batch * sequence // chunk_rows(itemsize))
+    rows.append(LedgerRow("all_gather", AXIS, gathers + chunks, gathers * activation_bytes + stats_bytes))
     shared = 0
     if facts.kv_heads < mode.size:
         per_layer = 2 * facts.kv_heads * (facts.width // facts.heads)

@@ -252,7 +252,10 @@ class Head(ColwiseLinear):
         self.padded = padded
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = super().forward(x)
+        return self.with_padding(super().forward(x))
+
+    def with_padding(self, logits: Tensor) -> Tensor:
+        """Logits [B, T, V / n] of which the padded ones are the least number."""
         if not self.padded:
             return logits
         real = logits[..., : logits.shape[-1] - self.padded]

@@ -119,7 +119,7 @@ class Profiler:
         came = None if carried is None else _leaves(carried)
         is_last = index == len(sections.parts) - 1
         begun_s = self._now_s()
-        with self.streams.forward():
+        with self.streams.forward(), self.loss.told(part, 1.0):
             outputs = sections.run(index, index + 1, came, self.loss.asked(part))
         if is_last:
             outputs, _ = self.loss.of(outputs, part)

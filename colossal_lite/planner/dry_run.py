@@ -29,6 +29,7 @@ from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, on_meta
 from colossal_lite.observe.memory_meter import LiveBytes
 from colossal_lite.observe.shape_cache import ShapeCache
+from colossal_lite.parallel.fused_head import UnmadeLogits
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.parallelize import Parallelized, parallelize
 from colossal_lite.pipeline.stages import Stages
@@ -192,10 +193,10 @@ class DryRun:
         ]
         with _FlashAttention(), meter:
             part = self.batch(done, streams, samples)
-            with streams.forward():
+            with streams.forward(), done.told(part):
                 logits = logits_of(module(*part.args, **part.kwargs))
-            logits_bytes = logits.numel() * logits.element_size()
-            loss, _ = done.strategy.cross_entropy(done.ops, logits, part.labels)
+            logits_bytes = bytes_of(logits)
+            loss, _ = done.cross_entropy(logits, part.labels)
             del logits
             kept = meter.now_bytes
             loss.backward()
@@ -215,9 +216,9 @@ class DryRun:
         """One micro-batch forward that saves nothing for backward."""
         with _FlashAttention(), meter, torch.no_grad():
             part = self.batch(done, streams, samples)
-            with streams.forward():
+            with streams.forward(), done.told(part):
                 logits = logits_of(module.eval()(*part.args, **part.kwargs))
-            done.strategy.cross_entropy(done.ops, logits, part.labels)
+            done.cross_entropy(logits, part.labels)
         module.train()
         rows = self.mesh.ledger.rows()
         return Cost(
@@ -240,9 +241,9 @@ class DryRun:
         weights = ParameterGather(module, named, chunks, hooks, self.mesh.world, frozen=frozen)
         with _FlashAttention(), self.forms:
             part = self.batch(done, streams, samples)
-            with weights.forward(), streams.forward():
+            with weights.forward(), streams.forward(), done.told(part):
                 logits = logits_of(module(*part.args, **part.kwargs))
-            loss, _ = done.strategy.cross_entropy(done.ops, logits, part.labels)
+            loss, _ = done.cross_entropy(logits, part.labels)
             hooks.begin(is_last=True)
             with weights.backward(), hooks.expecting():
                 loss.backward()
@@ -293,7 +294,7 @@ class DryRun:
         leaf = None if carried is None else carried.detach().requires_grad_(carried.requires_grad)
         meter, came, logits = LiveBytes(self.forms.run), list[Tensor](), 0
         with _FlashAttention(), meter:
-            with streams.functional(None):
+            with streams.functional(None), done.told(part):
                 outputs = stages.run(stage, leaf, part)
             outputs = logits_of(outputs) if stage == stages.last else outputs
             if not isinstance(outputs, Tensor):
@@ -302,7 +303,7 @@ class DryRun:
                 )
             if stage == stages.last:
                 logits = bytes_of(outputs)
-                outputs, _ = done.strategy.cross_entropy(done.ops, outputs, part.labels)
+                outputs, _ = done.cross_entropy(outputs, part.labels)
             ended, peak = meter.now_bytes, meter.window()
             trains, form = outputs.requires_grad, (outputs.shape, outputs.dtype)
             root = outputs if stage == stages.last else BackwardRoot.apply(came, outputs)  # type: ignore[no-untyped-call]
@@ -452,4 +453,4 @@ def _new(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return 0 if isinstance(tensor, UnmadeLogits) else tensor.numel() * tensor.element_size()

@@ -837,6 +837,19 @@ def test_a_fused_linear_loss_never_holds_more_logits_than_its_rows(rows: int) ->
     assert largest.numel == max(rows * 97, 97 * 2)
 
 
+def test_a_fused_linear_loss_in_16_bits_is_made_with_the_loss_scale() -> None:
+    """Softmax of a word that is far from likely is no float16 without it: 1e-9 where 6e-8 is the least."""
+    x, scale = torch.full((3, 1), 4.0, dtype=torch.float16, requires_grad=True), 65536.0
+    w = torch.tensor([[0.0], [-5.0], [-5.25]], dtype=torch.float16, requires_grad=True)
+    labels = torch.zeros(3, dtype=torch.int64)
+    exact = w.detach().double().requires_grad_()
+    linear_cross_entropy.reference(x.detach().double(), exact, labels).backward()
+    total, _ = TORCH.linear_cross_entropy(x, w, labels, scale=scale)
+    (total * scale).backward()
+    assert w.grad is not None and exact.grad is not None
+    torch.testing.assert_close(w.grad[1:].double() / scale, exact.grad[1:], rtol=2e-3, atol=0.0)
+
+
 @pytest.mark.parametrize("cut", [1, 6, 11])
 def test_a_fused_linear_loss_over_a_cut_vocabulary_is_that_over_the_whole(cut: int) -> None:
     """Each piece is given the partials of both, as an all-gather would; the gradients of x add up."""

@@ -148,6 +148,11 @@ def test_what_is_made_like_another(func: Any, x: Tensor, options: dict[str, Any]
     assert_as_torch(func, x, **options)
 
 
+@given(SHAPES.flatmap(laid))
+def test_a_clone(x: Tensor) -> None:
+    assert_as_torch(aten.clone.default, x)
+
+
 @given(
     st.sampled_from([aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default]),
     SHAPES.flatmap(laid),
@@ -266,6 +271,7 @@ PLAIN: dict[Any, tuple[Any, ...]] = {
     aten.bitwise_or.Tensor: (IDS, IDS),
     aten.pow.Scalar: (2.0, x(3)),
     aten.where.self: (x(2, 8, dtype=torch.bool), x(2, 8), x()),
+    aten.clone.default: (HEADS,),
     aten.empty_like.default: (HEADS,),
     aten.zeros_like.default: (HEADS,),
     aten.ones_like.default: (HEADS,),
@@ -317,6 +323,8 @@ def test_what_changes_a_tensor_in_place_gives_it(func: Any) -> None:
         (aten.mul.out, (x(2, 3), x(2, 1)), x(2, 3, dtype=torch.float64), False),
         (aten.cat.out, ([x(2, 3), x(2, 1)], 1), x(2, 4), True),
         (aten.cat.out, ([x(2, 3), x(1, 3)], 1), x(2, 4), False),
+        (aten.mm.out, (x(2, 3), x(3, 4)), x(2, 4), True),
+        (aten.mm.out, (x(2, 3), x(3, 4)), x(4, 2), False),
     ],
 )
 def test_what_is_written_into_out_is_that_if_it_fits(
