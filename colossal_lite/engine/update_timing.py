@@ -29,7 +29,7 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.schedule.optimizer_updates import holds_up
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.zero.backward_updates import UpdatesInBackward
-from colossal_lite.zero.build_chunks import sharding_of
+from colossal_lite.zero.build_chunks import defers_updates, sharding_of
 from colossal_lite.zero.deferred_updates import DeferredUpdates
 from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gradient_hooks import StageHooks
@@ -75,11 +75,8 @@ class Updates:
 
     @property
     def defers(self) -> bool:
-        """Whether updates run beside the next forward: if state is copied over a link. Compiled blocks cannot run
-        updates."""
-        state = self._optimizer
-        moves = isinstance(state, ChunkOptimizer) and state.tiers is not None and state.shards is None
-        return moves and self._config.compile == "none"
+        """Whether updates run beside the next forward: if state is copied over a link."""
+        return self._optimizer.tiers is not None and defers_updates(self._config)
 
     # ---- at the end of a step ----
 
@@ -141,7 +138,7 @@ class Updates:
     @property
     def lacks_weights(self) -> bool:
         """Whether some time-shared weights have no buffer until their update (memory/chunk.py)."""
-        return any(chunk.lacks_weights for chunk in self._chunks)
+        return not self._weights.has_deferred and any(chunk.lacks_weights for chunk in self._chunks)
 
     def remake(self) -> None:
         """After a step without updates: compute weights that have no buffer from their masters."""
@@ -201,7 +198,7 @@ class Updates:
 
         return DeferredUpdates(
             self._optimizer.plan[0], {ActionKind.UPDATE: update, **self._optimizer.moves}, end, arrive,
-            by_gradient=self._in_backward is not None,
+            by_gradient=self._in_backward is not None, in_order=_has_shards(self._optimizer),
         )  # fmt: skip
 
     def _update(self, action: Action, used: Used, factor: float, scale: float) -> None:
@@ -232,6 +229,10 @@ class Updates:
                 f"lr={lr:g} are lost in rounding ({self._config.precision.master_dtype} master weights)",
                 stacklevel=3,
             )
+
+
+def _has_shards(optimizer: ChunkOptimizer | OwnOptimizer) -> bool:
+    return isinstance(optimizer, ChunkOptimizer) and optimizer.shards is not None
 
 
 def spoilt(why: str) -> ValueError:

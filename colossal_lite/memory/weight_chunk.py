@@ -128,6 +128,8 @@ class WeightChunk:
         self._versions: list[int] = []  # of the parameters, as our own changes have made them
         self._gathering: PendingCollective | None = None
         self._incoming: Transfer | None = None
+        self.going_home: Transfer | None = None
+        """The last copy of updated weights to `weights_at_rest`: what reads these comes after it."""
 
     @property
     def device(self) -> torch.device:
@@ -289,7 +291,9 @@ class WeightChunk:
         self.move_weights(WeightState.FETCHING)
         self._value = slot
         if self.local_shard is self.weights_at_rest:
-            self._incoming = up.copy(slot[slice(*self.shard)], self.local_shard, priority=Priority.PREFETCH)
+            after = () if self.going_home is None else (self.going_home,)
+            target = slot[slice(*self.shard)]
+            self._incoming = up.copy(target, self.local_shard, after=after, priority=Priority.PREFETCH)
         else:
             slot[slice(*self.shard)].copy_(self.local_shard)
 

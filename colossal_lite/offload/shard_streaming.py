@@ -48,7 +48,6 @@ class HostShardStream:
         self._incoming: dict[int, list[Transfer]] = {}
         self._weights_here: dict[int, tuple[Tensor, tuple[Transfer, ...]]] = {}
         self._gradients_here: dict[int, Tensor] = {}
-        self._outgoing: list[Transfer] = []
         self._adds = Link("add", ThreadExecutor(), timeout_s=down.timeout_s)
         self.host_bytes = 0
         """Bytes of the host buffers that sums are copied into."""
@@ -144,7 +143,8 @@ class HostShardStream:
             slot, before = self._weight_slots.take(index)
             self._weights_here[index] = slot, before
             if chunk.updates_weights:
-                self._copy_in(index, slot, weights, before)
+                home = () if chunk.going_home is None else (chunk.going_home,)
+                self._copy_in(index, slot, weights, (*before, *home))
         if (gradient := chunk.gradient_at_rest) is not None and not chunk.waits_on_device:
             slot, before = self._gradient_slots.take(index)
             self._gradients_here[index] = slot
@@ -183,7 +183,7 @@ class HostShardStream:
             landed = partial(self._records.commit, chunk.spec.id, WEIGHTS)
             transfer = self._down.copy(weights, slot[: weights.numel()], then=landed)
             self._weight_slots.give(index, transfer)
-            self._outgoing.append(transfer)
+            chunk.going_home = transfer
             chunk.master = weights if chunk.master is chunk.local_shard else chunk.master
             chunk.local_shard = weights
         if chunk.gradient_at_rest is not None and not chunk.waits_on_device:
@@ -192,15 +192,19 @@ class HostShardStream:
             chunk.gradient = chunk.gradient_at_rest
 
     def defer(self) -> None:
-        """Mark the weights on the host as pending at the end of a step, until its updates have run."""
+        """Mark the weights on the host as pending at the end of a step, until its updates have run. Those of the step
+        before have come home first: their commits are not for this one."""
+        self.flush()
         for chunk in self._chunks:
             if chunk.weights_at_rest is not None:
                 self._records.defer(chunk.spec.id, WEIGHTS)
 
     def flush(self) -> None:
         """Wait until all weights are back on the host."""
-        while self._outgoing:
-            self._outgoing.pop().finish()
+        for chunk in self._chunks:
+            if chunk.going_home is not None:
+                chunk.going_home.finish()
+                chunk.going_home = None
 
     def close(self) -> None:
         self._adds.close()

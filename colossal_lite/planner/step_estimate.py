@@ -32,7 +32,7 @@ from colossal_lite.planner.dry_run import META, Cost, Whole, bytes_of
 from colossal_lite.planner.run_plan import MemoryTerm, Term
 from colossal_lite.schedule.gather_plan import GatherPlan
 from colossal_lite.schedule.plan import Action, Plan
-from colossal_lite.zero.build_chunks import host_room, sharding_of, slots_of
+from colossal_lite.zero.build_chunks import defers_updates, host_room, sharding_of, slots_of
 from colossal_lite.zero.grad_norm import in_order, ordered_squares
 from colossal_lite.zero.optimizer import ORIGINS, ChunkOptimizer
 from colossal_lite.zero.state_pieces import (
@@ -147,7 +147,8 @@ def memory_rows(
     placed, updates = None, optimizer.plan
     if config.memory.moves:
         plan = gathers if any(chunk.is_sharded for chunk in (*chunks, *frozen)) else None
-        uses = StepUses.of_trace(plan, config.gradient_accumulation, len(chunks))
+        defers = defers_updates(config)
+        uses = StepUses.of_trace(plan, config.gradient_accumulation, len(chunks), defers=defers)
         if actions is not None:
             uses = StepUses.of_list(actions)
         placed = _placed(config, chunks, uses, frozen, optimizer, rows)
@@ -229,7 +230,8 @@ def _frozen_row(config: Config, whole: Whole, frozen: Sequence[WeightChunk]) -> 
 def _activation_rows(config: Config, cost: Cost, update_bytes: int) -> tuple[MemoryTerm, ...]:
     """Activations at the end of forward, and the temporaries on top of them at the peak."""
     peak = max(cost.until, cost.after, update_bytes)
-    if sharding_of(config).updates_in_backward:  # an update runs beside activations that backward still needs
+    deferred = config.memory.moves and defers_updates(config)
+    if deferred or sharding_of(config).updates_in_backward:  # an update runs beside activations
         peak = max(cost.until, cost.after) + update_bytes
     kept = min(cost.kept, peak)
     origin = f"kept for backward, checkpointing {config.activation_checkpoint}"

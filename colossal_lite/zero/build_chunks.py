@@ -73,6 +73,13 @@ def sharding_of(config: Config) -> Sharding:
     )
 
 
+def defers_updates(config: Config) -> bool:
+    """Whether updates of state off the device run beside the next forward. Compiled blocks cannot run updates. Weights
+    of stages that rest on the host would have to go home first: a stage is fetched before the forward of another."""
+    by_stage = config.memory.moves and config.parallel.pipeline.is_staged
+    return config.compile == "none" and config.optimizer.update_when == "step" and not by_stage
+
+
 def pack_chunks(
     numels: Mapping[str, int],
     specs: Mapping[str, ShardSpec],

@@ -10,9 +10,9 @@ placeholders, which no code can read by mistake.
 Source: arXiv 2410.21316 (updates and copies that overlap); unlike the
 delayed update of 2101.06840, no forward sees weights of a step before.  Updates on the host do not block the caller.
 They start as soon as no update on the device comes before them in the plan.  A read of a chunk then waits until its new
-weights have arrived (`arrive`).  An update on the device does not wait for those on the host before it.  But chunks
-arrive in their order, wherever they are updated.  So ranks gather them in the same order, also if one of them owns
-nothing of a chunk.
+weights have arrived (`arrive`).  An update on the device does not wait for those on the host before it, unless its
+weights rest there.  But chunks arrive in their order, wherever they are updated.  So ranks gather them in the same
+order, also if one of them owns nothing of a chunk.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ class DeferredUpdates:
         arrive: Callable[[int], None] = lambda chunk: None,
         *,
         by_gradient: bool = False,
+        in_order: bool = False,
     ) -> None:
         """`handlers` do the actions of their kind; `arrive`, in the order of chunks, waits for the new weights of one
         whose update has started; `end` is called when all are done; `by_gradient`: the gradient of a chunk is there
-        from its turn on, so no action of another one starts with it."""
+        from its turn on, so no action of another one starts with it; `in_order`: an update on the device waits for
+        those before it, so that its chunk arrives before its weights go home."""
+        self._in_order = in_order
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
         self._next = 0
         # Actions behind an update that do not block start with it: the computing that follows hides them.
@@ -97,6 +100,8 @@ class DeferredUpdates:
         while self._next < stop:
             action = self._actions[self._next]
             self._next += 1
+            if self._in_order and holds_up(action):
+                self._settle((action.chunk or 0) - 1)
             with self._noting_failures():
                 self._handlers[action.kind](action)
             if action.kind is ActionKind.UPDATE:

@@ -51,7 +51,7 @@ from colossal_lite.schedule.interval_packing import LiveRange, pack_live_ranges
 from colossal_lite.schedule.plan import Action
 from colossal_lite.schedule.step_moments import SharedInterval
 from colossal_lite.zero.budget_messages import ChangedForecast, device_problems, host_problems, smaller_steps
-from colossal_lite.zero.build_chunks import slots_of
+from colossal_lite.zero.build_chunks import defers_updates, slots_of
 from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.sharded_weights import ParameterGather
@@ -91,6 +91,7 @@ class MemoryBudget:
         `StageHooks.began`. Collective; raises ConfigError on every rank for a budget that is too small for any
         batch."""
         self._coord, self._is_staged = coord, config.parallel.pipeline.is_staged
+        self._defers = defers_updates(config)
         self._began, self._has_warned = began, False
         self._config, self._memory, self._accumulation = config, config.memory, config.gradient_accumulation
         self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
@@ -122,7 +123,7 @@ class MemoryBudget:
         if self._is_staged:
             return StepUses.of_list(actions)
         plan = self._weights.plan if isinstance(self._weights, ParameterGather) else None
-        return StepUses.of_trace(plan, self._accumulation, len(self._chunks))
+        return StepUses.of_trace(plan, self._accumulation, len(self._chunks), defers=self._defers)
 
     def _alike(self, mine: Any) -> list[Any]:
         """What the ranks with this rank's stages say. Collective over all."""
@@ -287,6 +288,8 @@ class MemoryBudget:
             slots.shrink()
         self._learn_accumulation()
         measured = max(self._alike(self._meter.peak_bytes if self._meter else 0))
+        if measured and self._memory.moves and self._defers:  # the first step has had none beside its forward
+            measured += update_bytes_of(self._memory, self._chunks, self._optimizer)
         self._measured_by = max(1.0, measured / self.activations_bytes) if self.activations_bytes else None
         self.activations_bytes = max(measured, self.activations_bytes)
         self.messages_bytes = max(messages_bytes, self.messages_bytes)

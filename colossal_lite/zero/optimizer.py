@@ -362,12 +362,12 @@ class ChunkOptimizer(OptimizerState):
             self.shards.defer()
 
     def finish(self, factor: float) -> None:
-        """After the update of the last chunk of a step: wait until weights are copied back; state may be later."""
-        if self.shards:
-            self.shards.flush()
+        """After the update of the last chunk of a step: weights and state may still be copied back."""
 
     def rest(self) -> None:
         """Wait until all state is back at rest. Raises DiskError."""
+        if self.shards:
+            self.shards.flush()
         if self.tiers:
             self.tiers.flush()
 

@@ -130,6 +130,8 @@ class ParameterGather(ShardedWeights):
         if self.plan is not None and (offset := self.plan.forward[0].resident.get(chunk.spec.id)) is not None:
             self._fetch(chunk.spec.id, offset)
             self._gather(chunk.spec.id)
+        else:
+            super().updated(chunk, changed=changed)
 
     # ---- requests ----
 
@@ -252,8 +254,6 @@ class ParameterGather(ShardedWeights):
         self._current = NOTHING
         for action in step.actions:
             assert action.chunk is not None
-            if action.kind in (ActionKind.FETCH, ActionKind.UNSHARD):
-                self._run_deferred_until(self._last_trained([action.chunk]))
             if action.kind is ActionKind.RESHARD:
                 self._keep_part(action.chunk)
                 self._drop(action.chunk)
@@ -261,7 +261,7 @@ class ParameterGather(ShardedWeights):
                 self._fetch(action.chunk, step.resident[action.chunk], near=True)
             elif action.kind in (ActionKind.FETCH, ActionKind.UNSHARD):
                 if action.chunk not in self._resident:  # its gather may have started after its update
-                    self._fetch(action.chunk, step.resident[action.chunk])
+                    self._fetch_updated(action.chunk, step.resident[action.chunk])
                 if action.kind is ActionKind.UNSHARD:
                     self._gather(action.chunk)
             else:

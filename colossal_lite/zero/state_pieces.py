@@ -6,7 +6,7 @@ Note: the planner and the running engine call the same functions, so a planned p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,7 +26,7 @@ from colossal_lite.offload.pieces import (
 )
 from colossal_lite.offload.placement import StatePlacement, divide, place, spill_to_disk
 from colossal_lite.offload.shard_streaming import landing_bytes
-from colossal_lite.schedule.gather_plan import GatherPlan
+from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherPlan
 from colossal_lite.schedule.interval_packing import LiveRange
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.step_moments import Backwards, SharedInterval, moments_of_step
@@ -41,7 +41,7 @@ class StepUses:
     """How often a step uses each chunk, by its number in the whole model.
 
     - fetches: times that its weights come into a slot
-    - begins: those whose weights are in one when the step begins
+    - begins: those whose weights are copied to one right behind their update, from the device
     - read_late: those whose shard backward reads when its gradient may be complete
     - sums: of its gradient, None: as many as `every`
     - shares_time: whether buffers of different times share an arena. Then one backward after the other has all chunks
@@ -55,12 +55,19 @@ class StepUses:
     shares_time: bool = True
 
     @classmethod
-    def of_trace(cls, gathers: GatherPlan | None, accumulation: int, num_chunks: int) -> StepUses:
-        """Of a step without stages: as many micro-batches, each gathering by that plan."""
+    def of_trace(
+        cls, gathers: GatherPlan | None, accumulation: int, num_chunks: int, *, defers: bool
+    ) -> StepUses:
+        """Of a step without stages: as many micro-batches, each gathering by that plan. `defers`: updates run in the
+        first forward."""
         if gathers is None:
             return cls(accumulation)
         begins = frozenset(gathers.forward[0].resident) if gathers.forward else frozenset[int]()
         fetches = {chunk: accumulation * times for chunk, times in gathers.stays().items()}
+        if defers and all(chunk in fetches for chunk in range(num_chunks)):
+            actions = (action for step in gathers.forward for action in step.actions)
+            last = max((chunk for chunk in begins if chunk < num_chunks), default=-1)
+            begins |= _fetched_in_order(actions, last, num_chunks)
         return cls(accumulation, fetches, begins, gathers.read_late(num_chunks))
 
     @classmethod
@@ -74,6 +81,19 @@ class StepUses:
 
     def sums_of(self, chunk: int) -> int:
         return self.every if self.sums is None else self.sums.get(chunk, 1)
+
+
+def _fetched_in_order(actions: Iterable[Action], last: int, stop: int) -> frozenset[int]:
+    """The chunks between `last`, which has been updated, and `stop` whose update is the last so far when they are first
+    fetched."""
+    found = set[int]()
+    for action in actions:
+        if action.kind in (ActionKind.FETCH, ActionKind.UNSHARD) and action.resource != FROM_NEAR:
+            assert action.chunk is not None
+            if last < action.chunk < stop:
+                last = action.chunk
+                found.add(last)
+    return frozenset(found)
 
 
 def pieces_of(

@@ -41,6 +41,7 @@ class ShardedWeights(ForwardGates):
         """Elements of the arena up to the furthest that was used, and the most that were used at once."""
         self._resident: dict[int, int] = {}  # chunk -> offset
         self._has_part: set[int] = set()  # chunks whose parts the neighbours hold
+        self._wanted: dict[int, int] = {}  # chunk -> offset, of one that is fetched when its update has run
         super().__init__(module, parameters, chunks, frozen)
 
     @property
@@ -147,6 +148,20 @@ class ShardedWeights(ForwardGates):
         self._resident[index] = -1 if offset is None else offset
         if self._arena is not None and offset is not None:
             self._count(offset + numel)
+
+    def _fetch_updated(self, index: int, offset: int) -> None:
+        """As `_fetch`, after the deferred update of the chunk: from where this has been on the device, if it has."""
+        if all(chunk.is_sharded for chunk in self._chunks):
+            self._wanted[index] = offset
+        self._run_deferred_until(self._last_trained([index]))
+        self._wanted.clear()
+        if index not in self._resident:
+            self._fetch(index, offset)
+
+    def updated(self, chunk: Chunk, *, changed: bool) -> None:
+        """Fetch the chunk if that is what its update was run for."""
+        if (index := chunk.spec.id) in self._wanted:
+            self._fetch(index, self._wanted[index])
 
     def _count(self, stop: int) -> None:
         """The arena is used up to element `stop`."""

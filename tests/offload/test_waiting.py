@@ -277,6 +277,44 @@ def test_weights_that_rest_on_the_host_are_waited_for_no_longer_than_a_unit_ahea
         assert waited["h2d"] <= 0.05 * step_s
 
 
+OFF_DEVICE: dict[str, tuple[dict[str, Any], int]] = {
+    "records": (dict(placement="static", host_fraction=dict(optimizer=1.0)), 2),
+    "half of the records": (dict(placement="static", host_fraction=dict(optimizer=0.5)), 3),
+    "records that the host updates": (
+        dict(placement="static", host_fraction=dict(optimizer=1.0), update_on="host"), 2,
+    ),
+    "all": (dict(placement="static", host_fraction=dict(optimizer=1.0, weights=1.0, gradients=1.0)), 3),
+    "a budget": (dict(placement="auto", device_budget=820_000), 3),
+}  # fmt: skip
+"""What rests on the host, and the ZeRO stage."""
+
+
+def busiest_s(env: RankEnv, memory: dict[str, Any], stage: int) -> tuple[float, float, bool]:
+    """Of the last of some steps: its seconds, those of its busiest lane, and whether anything moves over a link."""
+    clock, seconds = Clock(), replace(HIDES, copy=1.0, host=1.0)
+    speed = round(RECORD_BYTES / seconds.copy)
+    config = dict(
+        precision="bf16", optimizer=dict(type="adamw", lr=0.1), zero=dict(stage=stage),
+        memory=memory | dict(rates=dict(up=speed)),
+    )  # fmt: skip
+    ids = torch.arange(8).view(2, 4)
+    with env.launch(config) as context, on_the_clock(clock, seconds):
+        engine = cl.initialize(Model(clock, seconds), context=context)
+        for _ in range(STEPS):
+            before = clock.now_s, clock.computed_s
+            engine.train_step((ids, ids.roll(1)))
+        on_host = sum(engine._optimizer.is_updated_on_host(chunk) for chunk in engine._chunks)
+        moved = [row.moved_bytes for row in engine.link_report()]
+        lanes = [clock.computed_s - before[1], on_host * seconds.host, *(size / speed for size in moved)]
+        return clock.now_s - before[0], max(lanes), any(moved)
+
+
+@pytest.mark.parametrize("what", OFF_DEVICE)
+def test_a_step_waits_for_little_that_computing_can_hide_wherever_state_rests(what: str) -> None:
+    ((step_s, busy_s, moves),) = run_world(busiest_s, 1, *OFF_DEVICE[what])
+    assert moves and step_s - busy_s <= 0.1 * step_s
+
+
 # ---- updates on the host ----
 
 ON_HOST = dict.fromkeys(range(LAYERS), Crossing((ChunkPart.GRADIENT, ChunkPart.WEIGHTS)))

@@ -155,6 +155,13 @@ def test_bytes_on_each_tier_and_over_the_link_are_those_of_the_placement(
         assert fetches and {a.chunk for a in seen["fetched"]}
 
 
+@pytest.mark.parametrize("update_on", ["host", dict(every=2)])
+def test_so_they_are_without_stages_where_some_updates_are_on_the_host(update_on: Any) -> None:
+    memory = dict(placement="static", host_fraction=dict(SHARES, weights=0.7), update_on=update_on)
+    case = replace(PAIR, world_size=1, pipeline=1, config=dict(PAIR.config) | dict(precision="bf16"))
+    assert_as_planned(placed_by(memory, case))
+
+
 def test_no_step_holds_more_than_a_budget_that_is_close() -> None:
     free = placed_by(dict(placement="auto", device_budget=2**40))
     least, whole = (max(seen["budgets"][i] for seen in free) for i in (0, 1))
