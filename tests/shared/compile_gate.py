@@ -8,8 +8,8 @@ launches are noted instead of run, so what is compiled is what a GPU would be gi
 tiles.  (It also shows that no op waits for the device: meta tensors have no values.)  Triton's wheel holds
 ptxas, cuobjdump and nvdisasm.  A row fails if it spills, exceeds the shared memory of an architecture, streams
 without 128-bit loads, multiplies without tensor cores, multiplies sizes in 32 bits (which 2**31 elements overflow), or
-rounds otherwise than a CPU where its bits are those of one.  gfx942 has to compile; the rest of its rows is reported only.  Exit
-status 1 if a row fails.
+rounds otherwise than a CPU where its bits are those of one.  gfx942 has to compile; the rest of its rows is reported
+only.  Exit status 1 if a row fails.
 """
 
 from __future__ import annotations
