@@ -30,6 +30,7 @@ from tests.many.tasks import CONFIG, TRAIN, Dying, Raising, task
 from tests.shared.pool import RankEnv, run_world
 
 Found = dict[str, dict[str, Any]]
+pytestmark = pytest.mark.timeout(300)
 
 
 def elsewhere(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
@@ -147,9 +148,9 @@ def test_a_stopped_run_goes_on_on_another_number_of_devices_and_halves_as_one_th
     folder, stop = tmp_path / "many", cl.Halving(rungs=(4,), keep=0.5)
     tasks = [*PLAIN, task("d", 1e-5)]
     how = dict(stop=stop, policy="lrtf")
-    assert run_world(together, 1, tasks, folder, how | dict(stop_at=5), timeout_s=100) == [None]
+    assert run_world(together, 1, tasks, folder, how | dict(stop_at=5), timeout_s=240) == [None]
     assert json.loads((folder / "result.json").read_text())["tasks"][0]["status"] == "open"
-    found = run_world(together, 2, tasks, folder, how | dict(resume=True), timeout_s=100)[0]
+    found = run_world(together, 2, tasks, folder, how | dict(resume=True), timeout_s=240)[0]
     kept = stop.kept({n: each["losses"][3] for n, each in expected.items()} | {"d": found["d"]["losses"][3]})
     assert {n for n in found if found[n]["status"] == "done"} == {*kept} and len(kept) == 2
     assert_as_alone(found, {n: expected[n] for n in kept if n in expected}, folder)
@@ -170,7 +171,7 @@ def test_tasks_larger_than_their_device_train_stage_by_stage_with_the_bits_of_no
     unhurt = [replace(tasks[0], data=TRAIN), task("budget", 3e-3, 5, build=own.deep, config=free)]
     expected = by_themselves(unhurt, tmp_path)
     folder, how = tmp_path / "many", dict(policy="elsewhere", save_every=3)
-    found = run_world(together, 2, tasks, folder, how, timeout_s=100)[0]
+    found = run_world(together, 2, tasks, folder, how, timeout_s=240)[0]
     assert_as_alone(found, expected, folder, tasks)
     told = "".join(path.read_text() for path in (folder / "logs").iterdir())
     assert "budget: ways to train within memory.device_budget" in told, told
@@ -195,7 +196,7 @@ def test_gangs_meet_again_when_a_worker_dies_and_have_the_bits_of_a_world_of_the
     ]
     expected = by_themselves([*GANGS, *hurt[2:]], tmp_path)
     how = dict(policy="elsewhere", save_every=3)
-    found, same = run_world(together, 2, [*hurt, raises], folder, how, timeout_s=100)
+    found, same = run_world(together, 2, [*hurt, raises], folder, how, timeout_s=240)
     assert found == same
     assert_as_alone(found, expected, folder)
     assert found["raises"]["cause"] == "ValueError: sample 12 is torn"
@@ -209,7 +210,7 @@ def test_gangs_of_two_sizes_share_four_devices(tmp_path: Path) -> None:
     """A gang of 4 and one of 2 are never open in one worker; a task of one device moves between them."""
     folder = tmp_path / "many"
     tasks = [task("four", 1e-2, 6, devices=4), GANGS[0], GANGS[1], task("a", 1e-2, 6)]
-    found = run_world(together, 4, tasks, folder, dict(policy="elsewhere"), timeout_s=100)[0]
+    found = run_world(together, 4, tasks, folder, dict(policy="elsewhere"), timeout_s=240)[0]
     assert_as_alone(found, by_themselves(tasks, tmp_path), folder)
 
 
@@ -224,11 +225,11 @@ def test_kills_at_drawn_moments_change_no_bit(seed: int, expected: Found, tmp_pa
     how = dict(policy=draw.choice(list(POLICIES)), save_every=draw.choice([None, 1, 3, 5]))
     devices = draw.choice([1, 2, 4])
     found = run_world(
-        together, devices, tasks, folder, how | dict(stop_at=draw.choice([None, 1, 3, 6])), timeout_s=120
+        together, devices, tasks, folder, how | dict(stop_at=draw.choice([None, 1, 3, 6])), timeout_s=300
     )[0]
     if found is None:
         found = run_world(
-            together, draw.choice([1, 2, 4]), tasks, folder, how | dict(resume=True), timeout_s=120
+            together, draw.choice([1, 2, 4]), tasks, folder, how | dict(resume=True), timeout_s=300
         )[0]
     assert_as_alone(found, {**expected, "killed": expected["a"]}, folder)
 
