@@ -127,16 +127,18 @@ class OtherDevice:
 
     def __init__(self, context: Context, rank: int) -> None:
         self._store, self._rank = context.store, rank
-        self._sent = self._heard = 0
+        self._sent = self._heard = self._deaths = 0
 
     def send(self, request: Message) -> None:
-        self._store.set(f"do/{self._rank}/{self._sent}", json.dumps(request))
+        self._store.set(f"do/{self._rank}/{self._sent}", json.dumps([self._deaths, request]))
         self._sent += 1
 
     def answers(self) -> Iterator[Message]:
         while self._store.check([key := f"said/{self._rank}/{self._heard}"]):
             self._heard += 1
-            yield json.loads(self._store.get(key))
+            answer = json.loads(self._store.get(key))
+            self._deaths += answer["said"] == "died"
+            yield answer
             self._store.delete_key(key)
 
 
@@ -157,16 +159,19 @@ class Watch:
 def relay(device: OwnDevice, context: Context) -> None:
     """On every rank but 0: carry requests to the worker and its answers back, until rank 0 ends the run."""
     store, rank, watch = context.store, context.rank, Watch(context)
-    asked = said = 0
+    asked = said = deaths = 0
     while True:
         for answer in device.answers():
             store.set(f"said/{rank}/{said}", json.dumps(answer))
             said += 1
+            deaths += answer["said"] == "died"
             if answer["said"] == "ended":
                 return
         if store.check([key := f"do/{rank}/{asked}"]):
             asked += 1
-            device.send(json.loads(store.get(key)))
+            known, request = json.loads(store.get(key))
+            if known == deaths:  # else it was for a worker that has died
+                device.send(request)
             store.delete_key(key)
         else:
             device.wait(POLL_S)
