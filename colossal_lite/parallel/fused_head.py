@@ -3,10 +3,10 @@
 Note: which heads, and what the model sees.
 A head computes the loss if the logits that forward returns are what one linear without bias gives, untouched.  A copy
 of the model that has no values is run once to see it.  The engine gives the head its labels; then the head gives
-`UnmadeLogits`.  Code or a hook that reads those gets true logits, made then; the loss is that of the head still, and
+`UnmadeLogits`.  Code or a hook that reads those gets true logits, made then. The loss is that of the head still, and
 that of the logits if they were written to.  A user's own criterion gets logits.
-Backward needs no weight of the head, but says that it reads it.  So at ZeRO-3 the order of weights is that of a loop
-of the user's own, whose backward does read it.
+Backward needs no weight of the head, but says that it reads it.  So at ZeRO-3 the order of weights is that of a
+user's own loop, whose backward does read it.
 """
 
 from __future__ import annotations
