@@ -67,7 +67,7 @@ class OwnDevice:
             raise
         finally:
             theirs.close()
-        self._started_s, self._is_ready = time.monotonic(), False
+        self._started_s, self.is_ready = time.monotonic(), False
 
     def send(self, request: Message) -> None:
         """Hand a request to the worker, or end it: {"do": "kill"}."""
@@ -85,22 +85,22 @@ class OwnDevice:
             while self.pipe.poll():
                 answer = self.pipe.recv()
                 if answer["said"] == "ready":
-                    self._is_ready = True
+                    self.is_ready = True
                 else:
                     yield answer
         except (EOFError, OSError):
             self._process.join(END_S)
             code = self._process.exitcode
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            self._starts = 1 if self._is_ready else self._starts + 1
-            if self._starts > MOST_STARTS or (not self._is_ready and code is not None and code >= 0):
+            self._starts = 1 if self.is_ready else self._starts + 1
+            if self._starts > MOST_STARTS or (not self.is_ready and code is not None and code >= 0):
                 raise WorkersLostError(
                     f"a worker ended with {how} before it was ready; it imports your script, so train_many "
                     f"stands under `if __name__ == '__main__':`"
                 ) from None
             self._start()
             yield {"said": "died", "how": how}
-        if not self._is_ready and time.monotonic() - self._started_s > START_S:
+        if not self.is_ready and time.monotonic() - self._started_s > START_S:
             raise WorkersLostError(f"a worker has not started within {START_S:g} s")
 
     def wait(self, timeout_s: float) -> None:

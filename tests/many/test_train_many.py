@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -46,14 +47,23 @@ def elsewhere(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
 
 
 def kill(what: str, draw: random.Random) -> None:
-    """Kill a worker or a supervisor of this world, or ask for an end: "worker", "job", "stop"."""
-    ranks = psutil.Process(os.getppid()).children()
-    workers = {rank.pid: [w.pid for server in rank.children() for w in server.children()] for rank in ranks}
-    victims = {
-        "stop": [os.getpid()], "job": [rank for rank, found in workers.items() if found],
-        "worker": [pid for found in workers.values() for pid in found],
-    }  # fmt: skip
-    os.kill(draw.choice(victims[what]), signal.SIGTERM if what == "stop" else signal.SIGKILL)
+    """Kill any worker or supervisor of this world, or ask for an end: "worker", "job", "stop"."""
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+    while True:
+        ranks = psutil.Process(os.getppid()).children()
+        workers = {
+            rank.pid: [w.pid for server in rank.children() for w in server.children()] for rank in ranks
+        }
+        ours = [rank for rank, found in workers.items() if found]
+        victims = ours if what == "job" else [pid for rank in ours for pid in workers[rank]]
+        with suppress(
+            ProcessLookupError, psutil.NoSuchProcess, IndexError
+        ):  # it has ended, or is not there yet
+            os.kill(draw.choice(victims), signal.SIGKILL)
+            return
+        time.sleep(0.05)
 
 
 def together(env: RankEnv, tasks: Sequence[cl.Task], folder: Path, how: Mapping[str, Any]) -> Found | None:
