@@ -497,7 +497,7 @@ def _build_chunks(
     mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
     chunks = build_chunks(
         in_turn, mine, specs, config, context.mesh, device,
-        lambda spec: stages.is_first_holder(stages_of(spec)), records,
+        lambda spec: stages.is_first_holder(stages_of(spec)), records, ops,
     )  # fmt: skip
     frozen = build_frozen(mine, config, context.mesh, device, records)
     for chunk in (*chunks, *frozen):

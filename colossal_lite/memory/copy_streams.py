@@ -20,12 +20,13 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from colossal_lite.observe.clock import Waits, event_on
 
 POLL_S = 2e-5
 
@@ -158,8 +159,7 @@ class StreamExecutor(CopyExecutor):
         """`streams`: what has torch.cuda's `Stream`, `Event`, `current_stream`, `stream` and `set_device`."""
         self._device, self._streams = device, streams
         self._stream = streams.Stream(device)
-        self._held: deque[tuple[Event, Event]] = deque()  # before and after each wait of the computing
-        self._held_s = 0.0
+        self._held = Waits()  # of the computing
 
     def begin_thread(self) -> None:
         """A new thread has device 0, and leaving a stream sets it again: on other ranks' device, with memory there."""
@@ -180,30 +180,19 @@ class StreamExecutor(CopyExecutor):
         return end
 
     def block_compute_until(self, handed: Callable[[], Event | None]) -> None:
-        stopped = self._timed()
+        stopped = event_on(self._device, self._streams)
         event = handed()  # a host that has to wait for this leaves the device without work meanwhile
         if event is not None:
             self._computing.wait_event(event)
-        self._held.append((stopped, self._timed()))
-        self._fold()
+        self._held.add(stopped, event_on(self._device, self._streams))
 
     @property
     def held_s(self) -> float:
         """Seconds of the waits that the device has finished."""
-        self._fold()
-        return self._held_s
+        return self._held.seconds
 
     def skip_emulated_delay(self) -> None:
         """Nothing is emulated."""
-
-    def _fold(self) -> None:
-        while self._held and self._held[0][1].query():
-            stopped, went_on = self._held.popleft()
-            self._held_s += stopped.elapsed_time(went_on) / 1e3
-
-    def _timed(self) -> Event:
-        event: Event = self._computing.record_event(self._streams.Event(enable_timing=True))
-        return event
 
     @property
     def _computing(self) -> Any:

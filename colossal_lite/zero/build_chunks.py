@@ -18,7 +18,7 @@ from colossal_lite.config.memory_schema import MemoryConfig
 from colossal_lite.config.zero_stage import Sharding
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.kernels import Ops
+from colossal_lite.kernels import TORCH, Ops
 from colossal_lite.memory.arena import ArenaAllocator, slots
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk_file import DiskError, DiskFile
@@ -130,6 +130,7 @@ def build_chunks(
     device: torch.device,
     counts: Callable[[ChunkSpec], bool] = lambda spec: True,
     records: TaskRecords | None = None,
+    ops: Ops = TORCH,
 ) -> tuple[Chunk, ...]:
     """This rank's chunks that train, without values; what rests on the host does in `records`, or, on meta, nowhere.
 
@@ -159,6 +160,7 @@ def build_chunks(
             staging=staging,
             received=received if sharding.scatters else None,
             slot=slot,
+            square_sum=ops.square_sum,
         )
         for slot, (spec, group) in enumerate(zip(packed, groups, strict=True))
     )

@@ -90,6 +90,14 @@ def test_a_step_waits_for_the_device_at_its_totals_and_copies_from_pinned_memory
         assert rows[name]["saved"]["saved"] > 10 < rows[name]["saved"]["loaded"]
 
 
+def test_times_of_actions_and_waits_are_those_of_events_on_the_device(rows: dict[str, Any]) -> None:
+    """Whose clock goes on by whole milliseconds, which no clock of the host does."""
+    for name in QUICK.keys() - set(FAULTY):
+        spans, waited = rows[name]["timed"]
+        assert spans and all(1 <= one and one == pytest.approx(round(one), abs=1e-3) for one in spans), name
+        assert waited == pytest.approx(round(waited), abs=1e-6) and (waited >= 1 or "/" not in name), name
+
+
 def test_initial_values_are_drawn_on_the_device_a_launch_for_millions(rows: dict[str, Any]) -> None:
     for name in QUICK.keys() - set(FAULTY):
         on_host, launches = rows[name]["drawn"]

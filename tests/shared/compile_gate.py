@@ -394,7 +394,7 @@ def production_cases() -> dict[str, Callable[[], None]]:
     cases["lion_"] = lambda: op["lion_"](
         flat(), half(), flat(), lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.1
     )
-    cases["square_sum"] = lambda: op["square_sum"]([half(), flat()], scale)
+    cases["square_sum"] = lambda: op["square_sum"]([half(), flat()])
     ids, table = meta(4, 4096, dtype=torch.int64), meta(128256, 4096, dtype=torch.float32, grad=False)
     cases["embedding_grad_"] = lambda: op["embedding_grad_"](table, meta(4, 4096, 4096), ids)
     documents = meta(4, 4096, dtype=torch.int64)

@@ -148,12 +148,14 @@ def on_a_rank(device: FakeDevice, case: Case, forms: dict[str, Any]) -> dict[str
                 device.counts = Counts()
                 engine.eval_step(batch)
             evaluated, device.counts = device.counts, Counts()
+            spans = engine.timeline().spans
+            timed = [[(span.end_s - span.start_s) * 1e3 for span in spans], engine.ledger.waited_s * 1e3]
             engine.save("nowhere")
             engine.load("nowhere")
             engine.close()
     return dict(
         kernels=counts.kernels, triton=counts.triton, waits=counts.waits, pageable=counts.pageable,
-        evaluated=evaluated.waits, messages=device.messages, drawn=drawn, saved=saved,
+        evaluated=evaluated.waits, messages=device.messages, drawn=drawn, saved=saved, timed=timed,
     )  # fmt: skip
 
 
@@ -324,8 +326,10 @@ def host_tensor() -> Any:
     """A forward that adds a tensor of the host."""
     from colossal_lite.models.gpt import Block
 
-    plain = Block.feed
-    return patch.object(Block, "feed", lambda self, x: plain(self, x) + torch.ones(x.shape[-1]))
+    plain = Block.forward
+    return patch.object(
+        Block, "forward", lambda self, x, *more: plain(self, x, *more) + torch.ones(x.shape[-1])
+    )
 
 
 def read_number() -> Any:
