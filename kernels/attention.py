@@ -37,6 +37,7 @@ from .launch import DENSE, HALVES, Takes, TritonOp
 from .mask import CAUSAL, FULL, Mask, Offsets
 
 aten = torch.ops.aten
+FLASH_DEVICE = "cuda"
 
 
 def attend(
@@ -254,7 +255,7 @@ def flash_takes(
     queries, keys, width = q_BTHK.shape[1], k_BSGK.shape[1], q_BTHK.shape[3]
     shape = _shape_of_mask(queries, keys, mask, offsets, window)
     return (
-        q_BTHK.device.type == "cuda"
+        q_BTHK.device.type == FLASH_DEVICE
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(q_BTHK.device) >= (8, 0)
         and q_BTHK.dtype in HALVES

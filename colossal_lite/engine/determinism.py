@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+FILLS: Any = torch.utils.deterministic
 MARK = " does not have a deterministic implementation"
 
 
@@ -22,15 +24,13 @@ def enforced() -> Callable[[], None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    filled = FILLS.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # a launch for each buffer, and no bit of a result
-    )
+    FILLS.fill_uninitialized_memory = False  # a launch for each buffer, and no bit of a result
 
     def set_back() -> None:
         torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        FILLS.fill_uninitialized_memory = filled
 
     return set_back
 

@@ -25,6 +25,8 @@ QUICK: dict[str, Case] = {
     "1d llama": case(2, 1, LLAMA, **tensor(2, "1d")),
     "fp64": case(precision="fp64"),
     **{f"pipeline/{rank}": case(2, rank, dict(layers=2), parallel=PIPELINE) for rank in range(2)},
+    **{f"GPT of {layers}": case(model=dict(layers=layers)) for layers in (2, 3)},
+    **{f"Llama of {layers}": case(model=LLAMA | dict(layers=layers)) for layers in (2, 3)},
     "ring 0": ring(0),
     "ring 1": ring(1),
     "host tensor": case(fault="host tensor"),
@@ -121,6 +123,23 @@ def test_a_ring_goes_round_on_nccl_and_would_not_message_by_message(rows: dict[s
         rank: [(group, [one]) for group, at_once in log for one in at_once] for rank, log in logs.items()
     }
     assert stuck(in_turn) == {0: [("send", 1)], 1: [("send", 0)]}
+
+
+def test_blocks_of_a_ring_take_flash_attention_both_ways_and_no_kernel_of_ours(rows: dict[str, Any]) -> None:
+    for rank in range(2):
+        names = " ".join([*rows[f"ring {rank}"]["kernels"], *rows[f"ring {rank}"]["triton"]])
+        assert "flash_attention.default" in names and "flash_attention_backward.default" in names
+        assert "_attend" not in names
+
+
+def test_a_layer_launches_at_most_forty_kernels(rows: dict[str, Any]) -> None:
+    """Of a step: what a model of three layers launches beyond one of two."""
+    for family in ("GPT", "Llama"):
+        two, three = (
+            sum(sum(rows[f"{family} of {layers}"][key].values()) for key in ("kernels", "triton"))
+            for layers in (2, 3)
+        )
+        assert 20 < three - two <= 40, (family, three - two)
 
 
 def test_planted_faults_are_seen(rows: dict[str, Any]) -> None:
