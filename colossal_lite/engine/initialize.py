@@ -35,6 +35,7 @@ from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.engine.rank_comparison import repeats
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.device_room import room_problems
 from colossal_lite.memory.host_store import HostStore
 from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
 from colossal_lite.memory.task_records import TaskRecords
@@ -148,6 +149,7 @@ def _initialize(
     _check_optimizer(optimizer, module, parallelized.specs, context)
     data = context.mesh.size("data")
     refuse(device_problems(config.memory, config.zero, data, context.device.type))
+    refuse(room_problems(config.memory.device_budget, context.device))
     names = GlobalNames.of(module, parallelized.specs)
     micro_batch = _first_micro_batch(example, facts, context)
     measure = _seconds_of_before(directory, context) or _measure(
@@ -161,7 +163,7 @@ def _initialize(
     blocks = tuple(blocks_of(module))
     all_packed = pack_chunks(
         numels, parallelized.specs, config, context.mesh.layout, stages.homes, blocks,
-        numels.keys() - trainable.keys(),
+        numels.keys() - trainable.keys(), context.device.type,
     )  # fmt: skip
     drop_other_stages(module, stages)
     chunks, frozen = _build_chunks(

@@ -56,7 +56,9 @@ if TYPE_CHECKING:
     from colossal_lite.config.config import Config
 
 # Chunks of this size are reduced while the next one fills; smaller ones pay more latency, larger ones overlap less.
+# Between GPUs latency weighs more: links move 8 MiB at a fraction of their bandwidth.
 CHUNK_BYTES = 8 * 2**20
+CUDA_CHUNK_BYTES = 64 * 2**20
 PIPELINE = "pipeline"
 
 
@@ -88,6 +90,7 @@ def pack_chunks(
     homes: Mapping[str, tuple[int, ...]] | None = None,
     blocks: Sequence[str] = (),
     frozen: Collection[str] = (),
+    device_type: str = "cpu",
 ) -> tuple[ChunkSpec, ...]:
     """The chunks of the whole pipeline: of parameters of `numels` elements each on the ranks that hold them, in forward
     order. The same on every rank. If weights are sharded, those of `frozen` are in chunks of their own, numbered behind
@@ -104,6 +107,7 @@ def pack_chunks(
     groups = {name: alike.index(alike[i]) for name, i in assign_groups(trained, settings).items()}
     stages = dict.fromkeys(numels, (0,)) if homes is None else homes
     sharding = sharding_of(config)
+    chunk_bytes = config.memory.chunk_size or (CUDA_CHUNK_BYTES if device_type == "cuda" else CHUNK_BYTES)
     units = _units(numels, blocks) if sharding.weight else dict.fromkeys(numels, 0)
     packed = pack(
         [
@@ -111,7 +115,7 @@ def pack_chunks(
             for n, numel in numels.items()
             if n in groups or sharding.weight
         ],
-        target_numel=CHUNK_BYTES // wide_as(precision.master).itemsize,
+        target_numel=max(1, chunk_bytes // wide_as(precision.master).itemsize),
         parts=lambda key: layout.size(*key.sync_axes) if isinstance(key, ChunkKey) else 1,
         shard_numel=SHARD_BLOCK_NUMEL if sharding.ordered else SHARD_ALIGN_NUMEL,
     )

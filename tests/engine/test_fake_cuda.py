@@ -18,6 +18,8 @@ def tensor(size: int, mode: str, **more: Any) -> dict[str, Any]:
     return dict(parallel=dict(tensor=dict(size=size, mode=mode, **more)))
 
 
+ROOM = (70 << 30) * 16 // 17
+"""Of a device that has 70 of 80 GiB free."""
 PIPELINE = dict(pipeline=dict(size=2, micro_batches=2))
 QUICK: dict[str, Case] = {
     "llama, host, accumulated": case(model=LLAMA, memory=dict(placement="host"), gradient_accumulation=2),
@@ -29,11 +31,13 @@ QUICK: dict[str, Case] = {
     **{f"Llama of {layers}": case(model=LLAMA | dict(layers=layers)) for layers in (2, 3)},
     "ring 0": ring(0),
     "ring 1": ring(1),
+    "too near": case(memory=dict(placement="auto", device_budget="70GiB")),
+    "as told": case(memory=dict(placement="auto", device_budget=ROOM)),
     "host tensor": case(fault="host tensor"),
     "read number": case(fault="read number"),
     "pageable batch": case(fault="pageable batch"),
 }
-FAULTY = ("host tensor", "read number", "pageable batch")
+FAULTY = ("too near", "host tensor", "read number", "pageable batch")
 LONG: dict[str, Case] = {
     "alone": case(),
     "in turn 0": ring(0, "exchange in turn"),
@@ -123,6 +127,21 @@ def test_a_ring_goes_round_on_nccl_and_would_not_message_by_message(rows: dict[s
         rank: [(group, [one]) for group, at_once in log for one in at_once] for rank, log in logs.items()
     }
     assert stuck(in_turn) == {0: [("send", 1)], 1: [("send", 0)]}
+
+
+def test_a_budget_leaves_room_for_drivers_communicators_and_gaps(rows: dict[str, Any]) -> None:
+    assert (
+        f"at most {ROOM}" in rows["too near"]["error"] and "hold 10,737,418,240" in rows["too near"]["error"]
+    )
+    assert "error" not in rows["as told"]
+
+
+def test_no_group_is_made_beside_the_default_one_of_all_ranks(rows: dict[str, Any]) -> None:
+    for name in QUICK.keys() - set(FAULTY):
+        assert all(len(ranks) < QUICK[name]["ranks"] for ranks in rows[name]["groups"]), (
+            name,
+            rows[name]["groups"],
+        )
 
 
 def test_blocks_of_a_ring_take_flash_attention_both_ways_and_no_kernel_of_ours(rows: dict[str, Any]) -> None:

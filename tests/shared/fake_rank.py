@@ -128,7 +128,9 @@ def on_a_rank(device: FakeDevice, case: Case, forms: dict[str, Any]) -> dict[str
         if case["ranks"] > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=case["rank"], world_size=case["ranks"])
             stack.callback(dist.destroy_process_group)
-        mesh = Mesh.create(config.layout(), case["rank"], timeout_s=10.0, backend="fake")
+        with patch.object(dist, "new_group", wraps=dist.new_group) as made:
+            mesh = Mesh.create(config.layout(), case["rank"], timeout_s=10.0, backend="fake")
+        groups = [sorted(call.args[0]) for call in made.call_args_list]
         board, signals = FailureBoard(store, case["rank"]), StopSignals()
         place = torch.device("cuda", 0)
         with Context(
@@ -156,6 +158,7 @@ def on_a_rank(device: FakeDevice, case: Case, forms: dict[str, Any]) -> dict[str
     return dict(
         kernels=counts.kernels, triton=counts.triton, waits=counts.waits, pageable=counts.pageable,
         evaluated=evaluated.waits, messages=device.messages, drawn=drawn, saved=saved, timed=timed,
+        groups=groups,
     )  # fmt: skip
 
 

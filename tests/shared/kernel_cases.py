@@ -101,7 +101,9 @@ def norm_cases() -> list[Case]:
             "rms_norm": (lambda o, x, w: o.rms_norm(x, w, 1e-2), (x, w)),
             "add_rms_norm": (lambda o, x, y, w: o.add_rms_norm(x, y, w, 1e-2), (x, x, w)),
             "drop_add_rms_norm": (lambda o, x, y, w, r=r: o.add_rms_norm(x, y, w, 1e-2, 0.3, at(r, x)), (x, x, w)),
+            "stream_rms_norm": (lambda o, x, w: o.add_rms_norm(x, None, w, 1e-2), (x, w)),
             "layer_norm": (lambda o, x, w, b: o.layer_norm(x, w, b, 1e-5), (x, w, w)),
+            "stream_layer_norm": (lambda o, x, w, b: o.add_layer_norm(x, None, w, b, 1e-5), (x, w, w)),
             "layer_norm no bias": (lambda o, x, w: o.layer_norm(x, w, None, 1e-5), (x, w)),
             "drop_add_layer_norm": (
                 lambda o, x, y, w, b, r=r: o.add_layer_norm(x, y, w, b, 1e-5, 0.3, at(r, x)), (x, x, w, w)
