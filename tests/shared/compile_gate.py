@@ -344,6 +344,9 @@ def production_cases() -> dict[str, Callable[[], None]]:
             cases[f"add_{norm} {width}"] = lambda n=norm, w=width, b=bias: both(
                 op[f"add_{n}"](meta(4, 4096, w), meta(4, 4096, w), meta(w), *b, 1e-5, 0.1, rows)
             )
+            cases[f"stream_{norm} {width}"] = lambda n=norm, w=width, b=bias: both(
+                op[f"add_{n}"](meta(4, 4096, w), None, meta(w), *b, 1e-5)
+            )
     for width in (3072, 14336):
         for exact in ("tanh", "none"):
             cases[f"gelu bias {exact} {width}"] = lambda w=width, a=exact: both(
