@@ -525,7 +525,11 @@ def backward_best(
     )  # fmt: skip
 
 
-BEST = {"attend": attend_best, "attend_forward": forward_best, "attend_backward": backward_best}
+BEST: dict[str, Callable[..., Any]] = {
+    "attend": attend_best,
+    "attend_forward": forward_best,
+    "attend_backward": backward_best,
+}
 """What "auto" takes on a GPU in place of the Triton paths alone."""
 
 
