@@ -101,7 +101,9 @@ def test_times_of_actions_and_waits_are_those_of_events_on_the_device(rows: dict
     for name in QUICK.keys() - set(FAULTY):
         spans, waited = rows[name]["timed"]
         assert spans and all(round(one) >= 1 and abs(one - round(one)) < 1e-3 for one in spans), name
-        assert waited == pytest.approx(round(waited), abs=1e-6) and (waited >= 1 or "/" not in name), name
+        assert waited >= 1 or QUICK[name]["ranks"] == 1, name
+        if "dropout" not in name:  # whose ranks tell each other their samples by way of the host
+            assert waited == pytest.approx(round(waited), abs=1e-6), name
 
 
 def test_initial_values_are_drawn_on_the_device_a_launch_for_millions(rows: dict[str, Any]) -> None:
