@@ -249,8 +249,8 @@ def flash_takes(
 ) -> bool:
     """Whether torch's flash attention on a GPU, forward and backward with a given lse, computes this.
 
-    It takes 16 bits, head widths of whole eights up to 256, and masks that are full, or causal over one length: with
-    fewer queries than keys its last query, not its first, is aligned.
+    It takes 16 bits, head widths of whole eights up to 256, and full masks.  Causal ones need as many queries as keys:
+    else its last query, not its first, is aligned.
     """
     queries, keys, width = q_BTHK.shape[1], k_BSGK.shape[1], q_BTHK.shape[3]
     shape = _shape_of_mask(queries, keys, mask, offsets, window)

@@ -142,8 +142,8 @@ class MemoryDict(TypedDict, total=False):
     host_fraction: HostFractionDict
     """placement='static': shares stored on the host."""
     chunk_size: int | str | None
-    """Bytes of a chunk, in the dtype of the masters: what is reduced, gathered, copied and updated at once. A
-    larger parameter is a chunk by itself. None: 8 MiB on CPUs, 64 MiB on CUDA."""
+    """Bytes of a chunk, in the dtype of the masters. A chunk is reduced, gathered, copied and updated at
+    once. A larger parameter is a chunk by itself. None: 8 MiB on CPUs, 64 MiB on CUDA."""
     device_budget: int | str | None
     """Bytes on each device, activations included; None: all of the device's memory."""
     host_budget: int | str | None

@@ -19,7 +19,7 @@ MARK = " does not have a deterministic implementation"
 
 
 def enforced() -> Callable[[], None]:
-    """Switch torch to deterministic kernels; what is returned sets it back."""
+    """Switch torch to deterministic kernels. The result sets it back."""
     was_on, only_warned = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -35,7 +35,6 @@ from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.engine.rank_comparison import repeats
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.device_room import room_problems
 from colossal_lite.memory.host_store import HostStore
 from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
 from colossal_lite.memory.task_records import TaskRecords
@@ -63,6 +62,7 @@ from colossal_lite.transforms.activation_checkpoint import apply_activation_chec
 from colossal_lite.transforms.batch_statistics import check_batchwide, check_max_norm
 from colossal_lite.transforms.compile import compile_blocks
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
+from colossal_lite.zero.device_room import room_problems
 from colossal_lite.zero.memory_budget import Forecast
 from colossal_lite.zero.parameter_order import by_order, order_of_use, warn_if_out_of_order
 from colossal_lite.zero.user_optimizer import Factory, check_apart

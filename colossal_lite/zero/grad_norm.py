@@ -32,7 +32,7 @@ def squares_of(
 
 
 def fast_squares(chunks: Sequence[Chunk]) -> Tensor:
-    """This rank's term [1] of the sum over all ranks. What is on the device is summed at once."""
+    """This rank's term [1] of the sum over all ranks. Gradients on the device are summed at once."""
     terms, parts = [], []
     for chunk in chunks:
         if (counted := chunk.counted()) is None:

@@ -1,8 +1,8 @@
 """Computes how much of a GPU a budget may have: not what drivers and NCCL hold, nor the gaps of the allocator.
 
-Note: `memory.device_budget` counts bytes of tensors.  Communicators exist when this is asked, so what they and the
-driver hold is measured: all memory in use but what torch's allocator has reserved.  Gaps between allocations are a
-share that is stated, not measured.
+Note: `memory.device_budget` counts bytes of tensors.  Communicators exist when this is asked.  So their memory, and the
+driver's, is measured: memory in use that torch's allocator has not reserved.  Gaps between allocations are a stated
+share of the budget.
 """
 
 from __future__ import annotations
