@@ -21,7 +21,7 @@ WIDENED_NUMEL = 256 * BLOCK_NUMEL
 
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of squares over flat tensors [n] of one device, of which there is at least one; 0-d float64, there.
+    """The sum of squares over one or more flat tensors [n] of one device; 0-d float64, there.
 
     Raises ValueError for none, or for one that is not flat, floating, contiguous and on the device of the first.
     """
