@@ -1,10 +1,10 @@
 """Compares the measured lanes of updates with those that rates predict, and corrects the rates.
 
 Note: lanes.
-A lane is predicted for the work that it has done.  That is the bytes that a link has copied, or the elements that a side
-has updated, over their rate.  The seconds that a step computes are one more.  A lane that takes less than half of the longest one
-decides nothing, and is not compared.  A rate is corrected by the median of the lane's factors, so one slow step changes
-nothing.
+A lane is predicted for the work that it has done.  That is the bytes that a link has copied, or the elements that a
+side has updated, over their rate.  The seconds that a step computes are one more.  A lane that takes less than half of
+the longest one decides nothing, and is not compared.  A rate is corrected by the median of the lane's factors, so one
+slow step changes nothing.
 Source: arXiv 2410.21316, section 4 (the rates of a machine decide the mix).
 """
 
