@@ -34,6 +34,7 @@ from tests.zero.test_memory_budget import _free as free_placement
 Event = tuple[str, int]
 """What was done, by `ActionKind` or of a record, and to which chunk or stage."""
 STEPS = 3
+PATIENCE_S = 200.0
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "bfs": 2, "zb-h1": 1, "zb-v": 2}
 """With the stages on a rank of each."""
 
@@ -117,7 +118,7 @@ def unlike(env: RankEnv, case: Case, memory: dict[str, Any]) -> list[str]:
     with ExitStack() as watched:
         for owner, name, noting in seen_by(events):
             watched.enter_context(patch.object(owner, name, noting))
-        full = replace(case, config=dict(case.config) | dict(memory=memory)).full_config
+        full = replace(case, config=dict(case.config) | dict(memory=memory, timeout_s=PATIENCE_S)).full_config
         with env.launch(full) as context:
             engine = start(case, context)
             cut = context.local_batch(case.global_batch)
@@ -259,7 +260,7 @@ def with_budgets(found: Drawn) -> Drawn:
     """The draw with its budgets in bytes, the same on all ranks."""
     if found.share is None:
         return found
-    rows = run_world(extent, found.case.world_size, found)
+    rows = run_world(extent, found.case.world_size, found, timeout_s=PATIENCE_S)
     least, whole, host = (max(row[i] for row in rows) for i in range(3))
     budgets = dict(device_budget=round(least + found.share * (whole - least)))
     budgets |= dict(host_budget=host) if found.on_disk else {}
@@ -270,7 +271,7 @@ def assert_as_listed(seed: int, directory: str) -> None:
     found = with_budgets(drawn(seed))
     on_disk = found.on_disk or found.memory["placement"] == "disk"
     memory = found.memory | (dict(disk_dir=directory) if on_disk else {})
-    for faults in run_world(unlike, found.case.world_size, found.case, memory):
+    for faults in run_world(unlike, found.case.world_size, found.case, memory, timeout_s=PATIENCE_S):
         assert not faults, (found, faults)
 
 
