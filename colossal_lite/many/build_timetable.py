@@ -130,7 +130,7 @@ class _Builder:
             self._wake(end_s)
         if task not in (None, own) and self._jobs[task].devices > 1:
             self._claim(task, self._block(device, task), at_s)
-        for claim in {self._claims[each] for each in block} - {None}:
+        for claim in filter(None, {self._claims[each] for each in block}):
             self._begin(claim, at_s)
 
     def _wake(self, at_s: float) -> None:
