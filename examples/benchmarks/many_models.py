@@ -4,9 +4,9 @@
     python examples/benchmarks/many_models.py emulated     eight processes that sleep for each step, half a minute
     python examples/benchmarks/many_models.py real         small GPTs in two processes, some minutes
 
-Hydra's last public version does not start, so its rules are simulated: Sharded-LRTF by visits, one micro-batch a visit,
-and no load beside the compute.  `emulated` and `real` run the coordinator and the workers of `train_many`.  In `real`
-the rounds of the policies alternate.
+Hydra's last public version does not start, so its rules are simulated. They are Sharded-LRTF by visits, one micro-
+batch a visit, and no load beside the compute. `emulated` and `real` run the coordinator and the workers of
+`train_many`. In `real` the rounds of the policies alternate.
 """
 
 from __future__ import annotations
@@ -190,9 +190,9 @@ def emulated() -> None:
     took_s, moves = trained_s(tasks, DEVICES, "link", sleep_instead)
     alone_s = TASKS * STEPS * EMULATED_STEP_S
     print(
-        f"{TASKS} tasks of {STEPS} steps by {DEVICES} emulated devices: {took_s:.2f} s, {moves} moves; simulated "
-        f"{plan.makespan_s:.2f} s, so {took_s / plan.makespan_s:.3f} of it; model parallelism takes "
-        f"{alone_s / took_s:.2f} times as long"
+        f"{TASKS} tasks of {STEPS} steps by {DEVICES} emulated devices: {took_s:.2f} s, {moves} moves. Simulated "
+        f"{plan.makespan_s:.2f} s, so {took_s / plan.makespan_s:.3f} of it. Model parallelism takes "
+        f"{alone_s / took_s:.2f} times as long."
     )
 
 
