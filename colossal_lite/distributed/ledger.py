@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from colossal_lite.observe.clock import Waits
+from colossal_lite.observe.clock import TimedSpans
 from colossal_lite.observe.tables import Rows, seconds
 
 
@@ -24,7 +24,7 @@ class LedgerRow:
 class Ledger:
     """Counts the collectives of one rank since the last `clear`, and how long it waited for them."""
 
-    waits: Waits = field(default_factory=Waits)
+    waits: TimedSpans = field(default_factory=TimedSpans)
     shared_bytes: int = 0
     """On a recording communicator: the most bytes that two exchanges in a row have in shared memory."""
     _last_shared_bytes: int = 0
@@ -33,7 +33,7 @@ class Ledger:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing meanwhile: reads of full tensors are not part of a step."""
-        kept, waits, self.waits = dict(self._counts), self.waits, Waits()
+        kept, waits, self.waits = dict(self._counts), self.waits, TimedSpans()
         yield
         self._counts, self.waits = kept, waits
 
@@ -63,4 +63,4 @@ class Ledger:
 
     def clear(self) -> None:
         self._counts.clear()
-        self.waits = Waits()
+        self.waits = TimedSpans()

@@ -410,7 +410,12 @@ def _forecast_batch(
         return module
 
     def forecast_batch(
-        samples: int, tokens: int, *, found: Config, changes: Sequence[str] = (), trains: bool = True
+        samples: int,
+        tokens: int,
+        *,
+        found: Callable[[], Config],
+        changes: Sequence[str] = (),
+        trains: bool = True,
     ) -> Mapping[str, int] | None:
         if frozen and set(frozen) != {name for name, _ in again().named_parameters()}:
             return None  # it was changed after it was built
@@ -418,7 +423,9 @@ def _forecast_batch(
         if not trains and context.config.parallel.pipeline.is_staged:
             return None  # `plan` has no evaluation of a pipeline
         try:
-            config = Config.load(context.config, changes).settled("memory", update_on=found.memory.update_on)
+            config = Config.load(context.config, changes).settled(
+                "memory", update_on=found().memory.update_on
+            )
             with torch.enable_grad():  # an evaluation may ask
                 made = plan_of(
                     config, again, batch=samples * mesh.size("data"), sequence=tokens, layers=layers,

@@ -6,6 +6,7 @@ waits for nothing.  `host_seconds` waits, once, and gives marks in seconds of th
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -37,27 +38,29 @@ def host_seconds(marks: Sequence[Mark], device: torch.device) -> list[float]:
     return [now_s - each.elapsed_time(last) / 1e3 for each in marks]
 
 
-class Waits:
-    """The sum of times between marks, of a host or of a device."""
+class TimedSpans:
+    """Adds up the seconds between pairs of marks, of a host or of a device. Any thread may add and read."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self._seconds, self._lock = 0.0, threading.Lock()
         self._open: deque[tuple[Mark, Mark]] = deque()
 
     def add(self, start: Mark, stop: Mark) -> None:
         if isinstance(start, float):
-            self._seconds += stop - start
+            with self._lock:
+                self._seconds += stop - start
             return
         self._open.append((start, stop))
         self._fold()
 
     @property
     def seconds(self) -> float:
-        """Of the waits that have ended on the device."""
+        """Of the spans that have ended on the device."""
         self._fold()
         return self._seconds
 
     def _fold(self) -> None:
-        while self._open and self._open[0][1].query():
-            start, stop = self._open.popleft()
-            self._seconds += start.elapsed_time(stop) / 1e3
+        with self._lock:
+            while self._open and self._open[0][1].query():
+                start, stop = self._open.popleft()
+                self._seconds += start.elapsed_time(stop) / 1e3

@@ -5,7 +5,6 @@ Note: `initialize` fills them; `plan` makes the same ones on the meta device, so
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -193,9 +192,9 @@ def build_frozen(
 def chunk_optimizer(
     chunks: Sequence[Chunk], config: Config, ops: Ops, shapes: Mapping[str, torch.Size], mesh: Mesh,
     records: TaskRecords, frozen: Sequence[WeightChunk],
-) -> tuple[ChunkOptimizer, Config]:  # fmt: skip
-    """The optimizer over these chunks, whose state on the host is in `records`, beside `frozen` ones; and the config
-    with the mix of updates that it has found. If state may be on disk it is collective. It raises ConfigError on every
+) -> tuple[ChunkOptimizer, UpdateChoice]:  # fmt: skip
+    """The optimizer over these chunks, whose state on the host is in `records`, beside `frozen` ones; and what has
+    chosen the mix of its updates. If state may be on disk it is collective. It raises ConfigError on every
     rank if the disk of one has no room or cannot be written."""
     memory, faults, made = config.memory, [], None
     open_file: OpenFile | None = None
@@ -206,7 +205,7 @@ def chunk_optimizer(
             return DiskFile(directory, layout, label=label, timeout_s=timeout_s, resting=resting)
 
     device = chunks[0].device if chunks else torch.device("cpu")
-    choice = UpdateChoice(memory, ops, device, mesh.world.gather_json)
+    choice = UpdateChoice(config, ops, device, mesh.world.gather_json)
     try:
         made = ChunkOptimizer(
             chunks, groups_of(config.optimizer), ops, shapes,
@@ -225,11 +224,8 @@ def chunk_optimizer(
     legal = f"a directory with room, {other}, a higher zero.stage or more ranks"
     refuse(Problem("memory.disk_dir", memory.disk_dir, fault, legal) for fault in faults)
     assert made is not None
-    for line in choice.notices if mesh.rank == 0 else ():
-        print(line, file=sys.stderr)
-    if choice.found is None:
-        return made, config
-    return made, config.derived("memory", update_on=choice.found)
+    choice.tell(mesh.rank)
+    return made, choice
 
 
 def host_room(memory: MemoryConfig, chunks: Sequence[Chunk], frozen: Sequence[WeightChunk]) -> int | None:

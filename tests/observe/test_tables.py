@@ -41,7 +41,9 @@ def test_a_memory_report_prints_as_a_table_with_the_total_of_each_tier() -> None
 
 
 def test_links_and_the_ledger_print_as_tables_and_say_when_there_is_nothing() -> None:
-    assert str(Rows([LinkRow("h2d", 2048, 0.5)])) == "link     moved  waited\nh2d   2.00 KiB  500 ms"
+    assert str(Rows([LinkRow("h2d", 2048, 0.5)])) == (
+        "link     moved  waited  busy  predicted\nh2d   2.00 KiB  500 ms   0 s          -"
+    )
     assert str(Rows[LinkRow]()) == "no rows"
     ledger = Ledger()
     assert str(ledger) == "nothing was sent\nwaited for other ranks: 0 s"
