@@ -39,6 +39,7 @@ from colossal_lite.checkpoint.run_state import Loaded
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch
 from colossal_lite.engine.context import Context, noting_faults
+from colossal_lite.engine.determinism import enforced
 from colossal_lite.engine.engine_parts import Built, assemble
 from colossal_lite.engine.engine_reports import EngineReports
 from colossal_lite.engine.engine_state import EngineState, last_save_failed
@@ -129,6 +130,10 @@ class Engine:
         self._state = EngineState(parts, self._open)
         self._watch = UpdateWatch(parts, self._state.rest)
         self._at_end = ExitStack()  # runs when the context closes, unless the engine was closed before
+        self._switched = ExitStack()  # what torch was switched to for this engine
+        if config.deterministic:
+            self._switched.callback(enforced())
+        context.on_close(self._switched.close)
         self._at_end.callback(self._let_go)
         self._at_end.callback(self._state.end)
         self._at_end.callback(self._state.close_checkpoints)
@@ -430,6 +435,7 @@ class Engine:
         self._optimizer.close()
         self._state.release(parked)
         self._at_end.pop_all()
+        self._switched.close()
 
     def _let_go(self) -> None:
         """Called when the context closes before the engine. Gates stay on sharded weights: a forward through them

@@ -20,13 +20,14 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from colossal_lite.observe.clock import TimedSpans, event_on
 
 POLL_S = 2e-5
 
@@ -160,53 +161,26 @@ class ThreadExecutor(CopyExecutor):
         self._hurries.set()
 
 
-class TimedSpans:
-    """Adds up the seconds between pairs of events, as the device passes them."""
-
-    def __init__(self) -> None:
-        self._open: deque[tuple[Event, Event]] = deque()
-        self._seconds, self._lock = 0.0, threading.Lock()
-
-    def add(self, start: Event, end: Event) -> None:
-        self._open.append((start, end))
-        self._fold()
-
-    @property
-    def seconds(self) -> float:
-        """Of the pairs that the device has passed."""
-        self._fold()
-        return self._seconds
-
-    def _fold(self) -> None:
-        with self._lock:
-            while self._open and self._open[0][1].query():
-                start, end = self._open.popleft()
-                self._seconds += start.elapsed_time(end) / 1e3
-
-
 class ComputeTimer:
     """Adds up the seconds of some of a device's computing."""
 
     def __init__(self, device: torch.device, streams: Any = torch.cuda) -> None:
         self._streams, self._device = streams if device.type == "cuda" else None, device
-        self._spans, self._host_s = TimedSpans(), 0.0
+        self._spans = TimedSpans()
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around a part of it."""
-        if self._streams is None:
-            start_s = time.perf_counter()
-            yield
-            self._host_s += time.perf_counter() - start_s
-            return
-        stream = self._streams.current_stream(self._device)
-        start = stream.record_event(self._streams.Event(enable_timing=True))
+        start = self._mark()
         yield
-        self._spans.add(start, stream.record_event(self._streams.Event(enable_timing=True)))
+        self._spans.add(start, self._mark())
 
     @property
     def busy_s(self) -> float:
-        return self._host_s + self._spans.seconds
+        return self._spans.seconds
+
+    def _mark(self) -> Any:
+        return time.perf_counter() if self._streams is None else event_on(self._device, self._streams)
 
 
 class StreamExecutor(CopyExecutor):
@@ -234,18 +208,18 @@ class StreamExecutor(CopyExecutor):
         with self._streams.stream(self._stream):
             for event in before:
                 self._stream.wait_event(event)
-            start: Event = self._stream.record_event(self._streams.Event(enable_timing=True))
+            start = event_on(self._device, self._streams)
             work()
-            self._busy.add(start, self._stream.record_event(self._streams.Event(enable_timing=True)))
+            self._busy.add(start, event_on(self._device, self._streams))
             end: Event = self._stream.record_event()
         return end
 
     def block_compute_until(self, handed: Callable[[], Event | None]) -> None:
-        stopped = self._timed()
+        stopped = event_on(self._device, self._streams)
         event = handed()  # a host that has to wait for this leaves the device without work meanwhile
         if event is not None:
             self._computing.wait_event(event)
-        self._held.add(stopped, self._timed())
+        self._held.add(stopped, event_on(self._device, self._streams))
 
     @property
     def held_s(self) -> float:
@@ -258,10 +232,6 @@ class StreamExecutor(CopyExecutor):
 
     def skip_emulated_delay(self) -> None:
         """Nothing is emulated."""
-
-    def _timed(self) -> Event:
-        event: Event = self._computing.record_event(self._streams.Event(enable_timing=True))
-        return event
 
     @property
     def _computing(self) -> Any:

@@ -17,7 +17,7 @@ from colossal_lite.config.memory_schema import MemoryConfig
 from colossal_lite.config.zero_stage import Sharding
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.kernels import Ops
+from colossal_lite.kernels import TORCH, Ops
 from colossal_lite.memory.arena import ArenaAllocator, slots
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk_file import DiskError, DiskFile
@@ -55,7 +55,9 @@ if TYPE_CHECKING:
     from colossal_lite.config.config import Config
 
 # Chunks of this size are reduced while the next one fills; smaller ones pay more latency, larger ones overlap less.
+# Between GPUs latency weighs more: links move 8 MiB at a fraction of their bandwidth.
 CHUNK_BYTES = 8 * 2**20
+CUDA_CHUNK_BYTES = 64 * 2**20
 PIPELINE = "pipeline"
 
 
@@ -87,6 +89,7 @@ def pack_chunks(
     homes: Mapping[str, tuple[int, ...]] | None = None,
     blocks: Sequence[str] = (),
     frozen: Collection[str] = (),
+    device_type: str = "cpu",
 ) -> tuple[ChunkSpec, ...]:
     """The chunks of the whole pipeline: of parameters of `numels` elements each on the ranks that hold them, in forward
     order. The same on every rank. If weights are sharded, those of `frozen` are in chunks of their own, numbered behind
@@ -103,6 +106,7 @@ def pack_chunks(
     groups = {name: alike.index(alike[i]) for name, i in assign_groups(trained, settings).items()}
     stages = dict.fromkeys(numels, (0,)) if homes is None else homes
     sharding = sharding_of(config)
+    chunk_bytes = config.memory.chunk_size or (CUDA_CHUNK_BYTES if device_type == "cuda" else CHUNK_BYTES)
     units = _units(numels, blocks) if sharding.weight else dict.fromkeys(numels, 0)
     packed = pack(
         [
@@ -110,7 +114,7 @@ def pack_chunks(
             for n, numel in numels.items()
             if n in groups or sharding.weight
         ],
-        target_numel=CHUNK_BYTES // wide_as(precision.master).itemsize,
+        target_numel=max(1, chunk_bytes // wide_as(precision.master).itemsize),
         parts=lambda key: layout.size(*key.sync_axes) if isinstance(key, ChunkKey) else 1,
         shard_numel=SHARD_BLOCK_NUMEL if sharding.ordered else SHARD_ALIGN_NUMEL,
     )
@@ -129,6 +133,7 @@ def build_chunks(
     device: torch.device,
     counts: Callable[[ChunkSpec], bool] = lambda spec: True,
     records: TaskRecords | None = None,
+    ops: Ops = TORCH,
 ) -> tuple[Chunk, ...]:
     """This rank's chunks that train, without values; what rests on the host does in `records`, or, on meta, nowhere.
 
@@ -158,6 +163,7 @@ def build_chunks(
             staging=staging,
             received=received if sharding.scatters else None,
             slot=slot,
+            square_sum=ops.square_sum,
         )
         for slot, (spec, group) in enumerate(zip(packed, groups, strict=True))
     )

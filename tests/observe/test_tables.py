@@ -48,7 +48,7 @@ def test_links_and_the_ledger_print_as_tables_and_say_when_there_is_nothing() ->
     ledger = Ledger()
     assert str(ledger) == "nothing was sent\nwaited for other ranks: 0 s"
     ledger.add("all_reduce", "data", 4096)
-    ledger.waited_s = 0.002
+    ledger.waits.add(1.0, 1.002)
     assert str(ledger).splitlines() == [
         "operation   axis  calls   payload", "all_reduce  data      1  4.00 KiB", "waited for other ranks: 2 ms",
     ]  # fmt: skip
