@@ -179,7 +179,8 @@ class Chunk(LocalShard, WeightChunk):
 
     def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Values | None) -> None:
         super().adopt(parameters, initial)
-        self._vectors.most = sum(parameter.dim() == 1 for parameter in self._parameters)
+        if self.device.type == "cuda":  # where a launch costs more than the memory of what waits
+            self._vectors.most = sum(parameter.dim() == 1 for parameter in self._parameters)
 
     # ---- masters ----
 
