@@ -1,7 +1,7 @@
 """Adds the gradients of a chunk's vectors to it together: biases and norms would cost a GPU a launch each.
 
-Note: on a GPU a vector waits until all vectors of the chunk have come.  If one has no gradient, the others wait until the chunk
-is reduced, or until their gradients of the next micro-batch come.
+Note: on a GPU a vector waits until all vectors of the chunk have come.  If one has no gradient, the others wait until
+the chunk is reduced, or until their gradients of the next micro-batch come.
 Cost: the memory of these gradients meanwhile.
 """
 
