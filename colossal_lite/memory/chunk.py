@@ -361,7 +361,7 @@ class Chunk(LocalShard, WeightChunk):
         self.move(GradientState.ACCUMULATING)
         entry, adds = self.spec.entries[index], self._filled[index]
         target = self._to_accumulate()[entry.start : entry.stop].view(gradient.shape)
-        if gradient.dim() == 1:
+        if gradient.dim() == 1 and self._vectors.most > 1:
             self._vectors.add(index, target, gradient, 1.0 / seed, adds=adds)
         else:
             add_gradient(target, gradient, 1.0 / seed, adds=adds)
