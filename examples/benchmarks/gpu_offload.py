@@ -11,8 +11,8 @@ of its own, so that peaks are its own; it ends when the time given to all of the
 least of the timed steps, tokens a second, the peak of torch's allocator on the device over the timed steps, the most
 resident memory of the process, what crossed the links in a step and how long the computing stood still for it.  Then
 how long each lane worked, and the last loss, in which sides may differ by rounding only.  Last is the largest model
-that this device and this host's memory would hold by this row's own bytes a parameter (less what a process holds anyway;
-so of a small model it is too small).
+that this device and this host's memory would hold by this row's own bytes a parameter (less what a process holds
+anyway; so of a small model it is too small).
 The JSON is rewritten after every row.  FSDP2 needs torch and triton alone, ours also what colossal_lite imports
 (pydantic, einops, rich, psutil); a side that is not installed, does not fit or has no time left is a row that says so.
 """
