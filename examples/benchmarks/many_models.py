@@ -4,8 +4,8 @@
     python examples/benchmarks/many_models.py emulated     eight processes that sleep for each step, half a minute
     python examples/benchmarks/many_models.py real         small GPTs in two processes, some minutes
 
-Hydra's last public version does not start, so its rules are simulated. They are Sharded-LRTF by visits, one micro-
-batch a visit, and no load beside the compute. `emulated` and `real` run the coordinator and the workers of
+Hydra's last public version does not start, so its rules are simulated. They are Sharded-LRTF by visits, one
+micro-batch a visit, and no load beside the compute. `emulated` and `real` run the coordinator and the workers of
 `train_many`. In `real` the rounds of the policies alternate.
 """
 
