@@ -37,6 +37,8 @@ from colossal_lite.engine.run import Run
 from colossal_lite.engine.stopping import STOP_SIGNALS
 from colossal_lite.many.task import Task
 from colossal_lite.many.task_plan import data_of, settings_of
+from colossal_lite.memory.frozen_records import FrozenHandle, FrozenRecords
+from colossal_lite.memory.host_store import HostStore
 
 Launch = Callable[..., Context]
 Message = dict[str, Any]
@@ -55,6 +57,10 @@ class Order:
     log: Path
     prepare: Callable[[], object]
     """Called first: chooses the device."""
+    frozen: FrozenHandle | None = None
+    """Where the frozen weights of all tasks of the host are; None: each worker has its own."""
+    holder: int = 0
+    """Which of the host's workers this is."""
 
 
 def folder_of(directory: Path, task: str) -> Path:
@@ -104,12 +110,14 @@ def _write_into(log: Path) -> None:
 class OpenTask:
     """The engine of one task, and the position in its data."""
 
-    def __init__(self, order: Order, task: Task, config: Config, data: Any) -> None:
+    def __init__(self, order: Order, task: Task, config: Config, data: Any, store: HostStore) -> None:
         self.task = task
         self.context = order.launch(config, rank=0, world_size=1)
         try:
             build = copy.deepcopy(task.build) if isinstance(task.build, nn.Module) else task.build
-            engine = initialize(build, context=self.context, criterion=task.criterion)
+            engine = initialize(
+                build, context=self.context, criterion=task.criterion, store=store, task=task.name
+            )
             self.run = Run(folder_of(order.directory, task.name), engine, save_every=order.save_every)
             self.batches: Iterator[Any] = iter(
                 self.run.batches(data, steps=task.steps, global_batch=task.global_batch)
@@ -150,6 +158,7 @@ class Worker:
     def __init__(self, order: Order) -> None:
         self._order, self._tasks = order, {task.name: task for task in order.tasks}
         self._open: dict[str, OpenTask] = {}
+        self._store = HostStore(parks=False, frozen=FrozenRecords(order.frozen, order.holder))
         self._configs: dict[str, Config] = {}
         """Of each task that was opened here: planned once."""
 
@@ -192,7 +201,7 @@ class Worker:
         data = data_of(task.data)
         if task.name not in self._configs:
             self._configs[task.name] = settings_of(task, self._order.shared, data)
-        return OpenTask(self._order, task, self._configs[task.name], data)
+        return OpenTask(self._order, task, self._configs[task.name], data, self._store)
 
     def _park(self, task: str) -> Message:
         begun_s = time.monotonic()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import colossal_lite as cl
+from tests.shared.parity import adapt
 
 CONFIG: dict[str, Any] = dict(precision="fp64", optimizer=dict(type="adamw", lr=1e-2), seed=5, timeout_s=30)
 SHAPE = cl.models.GPTConfig(vocabulary=32, layers=1, heads=2, width=8, sequence=8, dropout=0.1)
@@ -73,6 +74,18 @@ BUDGET: dict[str, Any] = dict(
 
 def deep() -> cl.models.GPT:
     return cl.models.GPT(replace(SHAPE, layers=3, width=32, tied=False))
+
+
+def over_a_base() -> cl.models.GPT:
+    """Adapters of rank 2 over the frozen weights of `deep`."""
+    model = deep()
+    adapt(model, 2)
+    return model
+
+
+def adapted(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:
+    """A task of those that share their base."""
+    return task(name, lr, steps, build=over_a_base, config=SPILLED, **more)
 
 
 def task(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:
