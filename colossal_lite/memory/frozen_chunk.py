@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.frozen_records import FrozenRecord, record_name
+from colossal_lite.memory.link import Link, Priority
 from colossal_lite.memory.packing import Entry
 from colossal_lite.memory.task_records import TaskRecords
-from colossal_lite.memory.weight_chunk import Values, WeightChunk
+from colossal_lite.memory.weight_chunk import Values, WeightChunk, WeightState
 
 BLOCK_NUMEL = 1 << 20
 
@@ -29,6 +30,7 @@ class FrozenChunk(WeightChunk):
     """Where its shard rests; None: on the device, or its values are its own."""
     base: str | None = None
     """The stated name of the weights that this chunk is a part of."""
+    _start_bytes: int | None = None  # of its slot in the shared arena, while it has one
     world: Communicator | None = None
     """All ranks of the engine, each of which has its own part of such weights."""
 
@@ -86,12 +88,40 @@ class FrozenChunk(WeightChunk):
             assert self._records is not None
             names = [e.name for e in self.spec.entries if e.start <= local.start + self.owned[0] < e.stop]
             self._records.frozen.take_alone(self.record, ", ".join(names))
+            if self._records.slots is not None:
+                self._records.slots.forget(self.record)
             own = values
         super()._load_own(local, own)
 
     def write(self, local: slice, own: Tensor) -> None:
         """As `load`, of elements `local` of the shard."""
         self._load_own(local, own)
+
+    @property
+    def shares_slots(self) -> bool:
+        """Whether its slot on the device is one that all engines of the store share."""
+        has_slots = self._records is not None and self._records.slots is not None
+        return has_slots and self.record is not None and self.shards.size == 1
+
+    def fetch_shared(self, offset: int, up: Link) -> None:
+        """As `fetch`, to the slot at this element of the shared arena, lent until `reshard`."""
+        assert self.record is not None and self._records is not None
+        self.move_weights(WeightState.FETCHING)
+        self._start_bytes = offset * self.record.flat.itemsize
+        source = self.record.flat
+        self._value, self._incoming = self._records.take_slot(
+            self.record, self._start_bytes, lambda slot: up.copy(slot, source, priority=Priority.PREFETCH)
+        )
+
+    def reshard(self) -> None:
+        """As for all chunks. A copy to a shared slot goes on: other engines may wait for it."""
+        if self._start_bytes is not None and self.weights is WeightState.FETCHING:
+            self._incoming = None
+        super().reshard()
+        if self._start_bytes is not None:
+            assert self.record is not None and self._records is not None
+            self._records.give_slot(self.record, self._start_bytes)
+            self._start_bytes = None
 
     def _gone(self, kind: str) -> None:
         if self.record is not None and self._records is not None:

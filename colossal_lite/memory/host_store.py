@@ -22,6 +22,7 @@ import torch
 
 from colossal_lite.distributed import host_handshake, send_buffer
 from colossal_lite.memory.frozen_records import FrozenRecords
+from colossal_lite.memory.frozen_slots import FrozenSlots
 from colossal_lite.memory.task_records import (
     DIRECTORY_BYTES,
     MAGIC,
@@ -56,6 +57,8 @@ class HostStore:
         """`parks`: False: a task's records end with its engine, which shares its frozen weights only. `frozen`: those
         of the processes that share them; None: of the engines of this store."""
         self.parks, self.frozen = parks, FrozenRecords() if frozen is None else frozen
+        self.slots = FrozenSlots()
+        """On the device, of the frozen weights that engines read."""
         self._tasks: dict[str, TaskRecords] = {}
 
     @property
@@ -68,7 +71,7 @@ class HostStore:
         ended before its updates were finished."""
         records = self._tasks.get(task)
         if records is None or (records.is_blank and not records.is_open):
-            records = self._tasks[task] = TaskRecords(task, beside, self.frozen)
+            records = self._tasks[task] = TaskRecords(task, beside, self.frozen, self.slots)
         elif records.is_open:
             raise StoreError(
                 f"store: task {task!r} has an engine; legal: close that one first, or another task="

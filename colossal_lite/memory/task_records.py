@@ -35,6 +35,8 @@ from torch import Tensor
 from colossal_lite.distributed import host_handshake, send_buffer
 from colossal_lite.memory.disk_layout import PAGE_BYTES
 from colossal_lite.memory.frozen_records import FrozenRecord, FrozenRecords, Same
+from colossal_lite.memory.frozen_slots import FrozenSlots
+from colossal_lite.memory.link import Transfer
 from colossal_lite.memory.pinned import host_room, lock, locked
 
 OPTIMIZER, WEIGHTS, GRADIENTS = "optimizer", "weights", "gradients"
@@ -195,12 +197,20 @@ class ParkedState:
 class TaskRecords:
     """Allocates and writes the records of one task, in the engine that has it open."""
 
-    def __init__(self, task: str, beside: torch.device, frozen: FrozenRecords | None = None) -> None:
+    def __init__(
+        self,
+        task: str,
+        beside: torch.device,
+        frozen: FrozenRecords | None = None,
+        slots: FrozenSlots | None = None,
+    ) -> None:
         """`beside`: the device that copies from and to them; on meta no record has memory. `frozen`: where frozen
-        weights are shared; None: with nobody."""
+        weights are shared; None: with nobody. `slots`: where they are shared on the device; None: nowhere."""
         self.task, self.beside = task, beside
         self.frozen = FrozenRecords() if frozen is None else frozen
+        self.slots = slots
         self._frozen_used: list[FrozenRecord] = []
+        self._slots_used: list[tuple[FrozenRecord, int]] = []
         self.is_open, self.is_blank = True, True
         """Whether an engine has them open; whether none ever had."""
         self.kept: ParkedState | None = None
@@ -252,11 +262,30 @@ class TaskRecords:
     def give_frozen(self, record: FrozenRecord) -> None:
         """End the use of a frozen record."""
         self._frozen_used.remove(record)
+        if self.slots is not None and record.users == 1:
+            self.slots.forget(record)
         self.frozen.give(record)
 
+    def take_slot(
+        self, record: FrozenRecord, start_bytes: int, copy: Callable[[Tensor], Transfer]
+    ) -> tuple[Tensor, Transfer]:
+        """As `FrozenSlots.take`, until the engine ends."""
+        assert self.slots is not None
+        found = self.slots.take(record, start_bytes, copy)
+        self._slots_used.append((record, start_bytes))
+        return found
+
+    def give_slot(self, record: FrozenRecord, start_bytes: int) -> None:
+        """As `FrozenSlots.give`."""
+        assert self.slots is not None
+        self._slots_used.remove((record, start_bytes))
+        self.slots.give(record, start_bytes)
+
     def _give_all_frozen(self) -> None:
+        for used in tuple(self._slots_used):
+            self.give_slot(*used)
         while self._frozen_used:
-            self.frozen.give(self._frozen_used.pop())
+            self.give_frozen(self._frozen_used[-1])
 
     def is_new(self, chunk: int, kind: str) -> bool:
         """Whether no earlier engine has left this record."""
