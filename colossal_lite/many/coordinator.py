@@ -52,6 +52,8 @@ class TaskState:
     moves_to: int | None = None
     deaths: int = 0
     busy_s: float = 0.0
+    base: str | None = None
+    """The name of its frozen weights, if it states one."""
 
 
 class Journal:
@@ -83,6 +85,8 @@ class Request:
     task: str
     kind: Literal["run", "park"]
     sent_s: float
+    others: Sequence[str] = ()
+    """Tasks that run abreast of it."""
 
 
 @dataclass
@@ -97,10 +101,15 @@ class Coordinator:
     devices: int
     seed: int
     send: Callable[[int, Message], None]
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of all tasks."""
     spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.states = {task.name: TaskState(task, n) for n, task in enumerate(self.tasks)}
+        self.states = {
+            task.name: TaskState(task, n, base=base_of(task, self.shared))
+            for n, task in enumerate(self.tasks)
+        }
         self.pending: list[list[Request]] = [[] for _ in range(self.devices)]
         self._decided: set[int] = set()
         self._last: list[str | None] = [None] * self.devices
@@ -166,21 +175,42 @@ class Coordinator:
             self._run(device, state)
 
     def _run(self, device: int, state: TaskState) -> None:
-        goal = self._next_goal(state)
-        steps = 1 if state.step_s is None else max(1, round(QUANTUM_S / max(state.step_s, 1e-6)))
-        to = min(goal, state.step + steps)
-        rung = self._rung_after(state)
-        held_out = self.stop is not None and self.stop.metric == "held_out" and to == rung
-        evaluates = state.task.evaluate is not None and (to == state.task.steps or held_out)
-        name = state.task.name
-        self._journal.write(
-            at_s=self._now_s, decision="run", task=name, step=state.step, to=to, device=device
-        )
-        self._ask(device, "run", name, to=to, evaluates=evaluates)
+        racing = [s for s in self.states.values() if s.base == state.base and s.status == "open"]
+        most = -(-len(racing) // self.devices) if state.base is not None and not state.deaths else 1
+        quantum_s = QUANTUM_S / most
+        steps = 1 if state.step_s is None else max(1, round(quantum_s / max(state.step_s, 1e-6)))
+        to = min(self._next_goal(state), state.step + steps)
+        others = self._abreast(device, state, to, racing)[: most - 1]
+        for each in (state, *others):
+            each.busy_on = device
+            self._journal.write(
+                at_s=self._now_s, decision="run", task=each.task.name, step=state.step, to=to, device=device
+            )
+        names = [each.task.name for each in others]
+        self._ask(device, "run", state.task.name, others=names, to=to, evaluates=self._evaluates(state, to))
 
-    def _ask(self, device: int, kind: Literal["run", "park"], task: str, **more: Any) -> None:
-        self.pending[device].append(Request(task, kind, self._now_s))
-        self.send(device, {"do": kind, "task": task, **more})
+    def _evaluates(self, state: TaskState, to: int) -> bool:
+        held_out = self.stop is not None and self.stop.metric == "held_out" and to == self._rung_after(state)
+        return state.task.evaluate is not None and (to == state.task.steps or held_out)
+
+    def _abreast(
+        self, device: int, state: TaskState, to: int, racing: Sequence[TaskState]
+    ) -> list[TaskState]:
+        """Those of `racing`, over one base, that make the same steps beside this task: here or nowhere, the open ones
+        first. One whose process has died runs by itself."""
+        found = [
+            s for s in racing
+            if s is not state and self._is_ready(s) and not s.deaths and s.at in (None, device)
+            and s.step == state.step and to <= self._next_goal(s)
+            and self._evaluates(s, to) == self._evaluates(state, to)
+        ]  # fmt: skip
+        return sorted(found, key=lambda s: s.at is None)
+
+    def _ask(
+        self, device: int, kind: Literal["run", "park"], task: str, others: Sequence[str] = (), **more: Any
+    ) -> None:
+        self.pending[device].append(Request(task, kind, self._now_s, others))
+        self.send(device, {"do": kind, "task": task, **more, **({"abreast": others} if others else {})})
 
     def _is_ready(self, state: TaskState) -> bool:
         if state.status != "open" or state.busy_on is not None:
@@ -236,8 +266,14 @@ class Coordinator:
         if answer["said"] == "ended":
             return
         request = self.pending[device].pop(0)
-        state = self.states[request.task]
         assert answer["task"] == request.task, "answers come in the order of requests"
+        for each in (answer, *answer.get("others", ())):
+            self._heard(device, each)
+        self._decide_rungs()
+
+    def _heard(self, device: int, answer: Message) -> None:
+        """Take what a worker has said of one task."""
+        state = self.states[answer["task"]]
         if answer["said"] == "failed":
             self._leave(state, "failed", answer["cause"])
         elif answer["said"] == "parked":
@@ -247,7 +283,6 @@ class Coordinator:
             self._go_on(state)
         else:
             self._ran(device, state, answer)
-        self._decide_rungs()
 
     def _ran(self, device: int, state: TaskState, answer: Message) -> None:
         steps = answer["step"] - answer["before"]
@@ -297,17 +332,19 @@ class Coordinator:
     def _died(self, device: int, how: str) -> None:
         """A worker is lost, and with it what its tasks have done since their checkpoints."""
         lost, self.pending[device] = self.pending[device], []
-        running = next((request.task for request in lost if request.kind == "run"), None)
+        running = [
+            name for request in lost if request.kind == "run" for name in (request.task, *request.others)
+        ]
         for name, state in self.states.items():
-            if state.at == device or name == running:
+            if state.at == device or name in running:
                 state.at, state.step = None, saved_step(self.directory, name)
-                if name == running:
+                if name in running:
                     state.busy_on = None
-        if running is not None:
-            state = self.states[running]
+        for name in running:
+            state = self.states[name]
             state.deaths += 1
             self._journal.write(
-                at_s=self._now_s, decision="died", task=running, step=state.step, device=device, cause=how
+                at_s=self._now_s, decision="died", task=name, step=state.step, device=device, cause=how
             )
             if state.deaths >= MOST_DEATHS:
                 cause = (
@@ -378,6 +415,12 @@ class Coordinator:
     ) -> None:  # fmt: skip
         action = Action(kind, state.task.name, state.step)
         self.spans.append(Span(device, action, max(start_s, 0.0), max(start_s, 0.0) + long_s))
+
+
+def base_of(task: Task, shared: Mapping[str, Any]) -> str | None:
+    """The name that a task states for its frozen weights."""
+    memory = task.settings(shared).get("memory")
+    return memory.get("shared_base") if isinstance(memory, Mapping) else None
 
 
 def _fell(rung: int, metrics: Mapping[str, float], kept: Sequence[str]) -> str:

@@ -55,7 +55,7 @@ def train(
     try:
         if context.is_main:
             others: list[Device] = [OtherDevice(context, rank) for rank in range(1, context.world_size)]
-            leader = _Leader(context, own, others, directory)
+            leader = _Leader(context, own, others, directory, config)
             leader.run(tasks, policy, stop, on_report)
         else:
             relay(own, context)
@@ -116,8 +116,15 @@ def _refused(claims: FolderClaims, ours: Mapping[str, str], directory: Path, res
 class _Leader:
     """Rank 0: hears the workers, and lets the coordinator decide."""
 
-    def __init__(self, context: Context, own: OwnDevice, others: Sequence[Device], directory: Path) -> None:
-        self._context, self._own, self._directory = context, own, directory
+    def __init__(
+        self,
+        context: Context,
+        own: OwnDevice,
+        others: Sequence[Device],
+        directory: Path,
+        config: Mapping[str, Any],
+    ) -> None:
+        self._context, self._own, self._directory, self._config = context, own, directory, config
         self._devices: list[Device] = [own, *others]
         self._watch = Watch(context)
 
@@ -126,7 +133,7 @@ class _Leader:
     ) -> None:
         coordinator = Coordinator(
             tasks, self._directory, policy, stop, on_report, len(self._devices), self._context.config.seed,
-            lambda device, request: self._devices[device].send(request),
+            lambda device, request: self._devices[device].send(request), self._config,
         )  # fmt: skip
         table = LiveTable(coordinator)
         try:

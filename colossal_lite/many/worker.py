@@ -17,9 +17,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,8 +36,10 @@ from colossal_lite.engine.context import Context
 from colossal_lite.engine.initialize import initialize
 from colossal_lite.engine.run import Run
 from colossal_lite.engine.stopping import STOP_SIGNALS
+from colossal_lite.engine.turn_taking import take_turns, turns_of
 from colossal_lite.many.task import Task
 from colossal_lite.many.task_plan import data_of, settings_of
+from colossal_lite.many.turnstile import Turnstile
 from colossal_lite.memory.frozen_records import FrozenHandle, FrozenRecords
 from colossal_lite.memory.host_store import HostStore
 
@@ -130,8 +133,9 @@ class OpenTask:
     def step(self) -> int:
         return self.run.engine.steps
 
-    def advance(self, to: int) -> float | None:
-        """Train until so many steps are made; the last loss. Raises ValueError where a number is not finite."""
+    def advance(self, to: int, *, ends: bool = True) -> float | None:
+        """Train until so many steps are made; the last loss. `ends`: save the task's last step, if it is made. Raises
+        ValueError where a number is not finite."""
         loss, skips = None, self.context.config.precision.dtype == "fp16"  # which lowers its loss scale
         while self.step < to:
             result = self.run.step(next(self.batches))
@@ -140,7 +144,7 @@ class OpenTask:
             for name, number in numbers.items():
                 if not math.isfinite(number) and not skips:
                     raise ValueError(f"the {name} of step {self.step} is {number}")
-        if self.step == self.task.steps:
+        if ends and self.step == self.task.steps:
             next(self.batches, None)  # which saves the last step
         return loss
 
@@ -164,6 +168,8 @@ class Worker:
 
     def answer(self, request: Message) -> Message:
         """Do what is asked. What goes wrong in a task is its answer."""
+        if names := request.get("abreast"):
+            return self._run_abreast(request["task"], request["to"], request["evaluates"], names)
         name = request["task"]
         try:
             if request["do"] == "park":
@@ -176,10 +182,63 @@ class Worker:
                 self.park_all()
             return self._run(**{key: value for key, value in request.items() if key != "do"})
         except (Exception, SystemExit) as error:
-            traceback.print_exc()
-            sys.stderr.flush()
-            self._close(name, error)
-            return {"said": "failed", "task": name, "cause": f"{type(error).__name__}: {error}"}
+            return self._failed(name, error)
+
+    def _failed(self, name: str, error: BaseException) -> Message:
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        self._close(name, error)
+        return {"said": "failed", "task": name, "cause": f"{type(error).__name__}: {error}"}
+
+    def _run_abreast(self, task: str, to: int, evaluates: bool, others: Sequence[str]) -> Message:
+        """Run tasks over one base to the same step, by turns within their steps. The answer of the first has those of
+        the others. Tasks whose lists differ run one after the other."""
+        names, answers = [task, *others], dict[str, Message]()
+        alike: dict[Hashable, list[str]] = {}
+        for name in names:
+            try:
+                self._open[name] = held = self._open.pop(name, None) or self._opened(self._tasks[name])
+                turns = turns_of(held.run.engine)
+                alike.setdefault(name if turns is None else turns, []).append(name)
+            except (Exception, SystemExit) as error:
+                answers[name] = self._failed(name, error)
+        for group in alike.values():
+            answers |= self._by_turns(group, to)
+        for name in names:
+            if answers[name]["said"] == "ran":
+                answers[name] = self.answer({"do": "run", "task": name, "to": to, "evaluates": evaluates}) | {
+                    key: answers[name][key] for key in ("before", "loss", "run_s")
+                }
+        return answers[task] | {"others": [answers[name] for name in others]}
+
+    def _by_turns(self, names: Sequence[str], to: int) -> dict[str, Message]:
+        """The losses of tasks that take turns, and a share of the time."""
+        turnstile, begun_s = Turnstile[Message](), time.monotonic()
+
+        def work(number: int, name: str) -> Message:
+            held = self._open[name]
+            before, takes = held.step, len(names) > 1
+            try:
+                if takes:
+                    take_turns(held.run.engine, partial(turnstile.turn, number))
+                loss = held.advance(to, ends=False)
+            except (Exception, SystemExit) as error:  # before the others go on
+                return self._failed(name, error)
+            finally:
+                if takes:
+                    take_turns(held.run.engine, None)
+            return {"said": "ran", "before": before, "loss": loss}
+
+        found = turnstile.run([partial(work, *each) for each in enumerate(names)])
+        share_s = (time.monotonic() - begun_s) / len(names)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return {
+            n: each | {"run_s": share_s}
+            for n, each in zip(names, found, strict=True)
+            if isinstance(each, dict)
+        }
 
     def _run(self, task: str, to: int, evaluates: bool) -> Message:
         begun_s = time.monotonic()

@@ -83,9 +83,16 @@ def over_a_base() -> cl.models.GPT:
     return model
 
 
+def over_another_base() -> cl.models.GPT:
+    """The same, with other values."""
+    model = over_a_base()
+    torch.nn.init.constant_(model.get_submodule("blocks")[1].norm1.weight, 2.0)
+    return model
+
+
 def adapted(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:
     """A task of those that share their base."""
-    return task(name, lr, steps, build=over_a_base, config=SPILLED, **more)
+    return task(name, lr, steps, **(dict(build=over_a_base, config=SPILLED) | more))
 
 
 def task(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:

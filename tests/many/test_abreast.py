@@ -82,13 +82,12 @@ def kept_bytes(engine: Engine) -> tuple[int, int]:
     sizes = {chunk.spec.id: chunk.spec.numel for chunk in engine._parts.built.frozen}
     fetches = [a.chunk or 0 for a in weights._actions if a.kind is ActionKind.FETCH and a.chunk in sizes]
     for step in (0, 1):
-        for chunk, start in zip(fetches, weights._shared_offsets, strict=True):
-            stop = start + sizes[chunk]
-            if places.get(chunk) == (start, stop):
+        for chunk, begin in zip(fetches, weights._shared_offsets, strict=True):
+            stop = begin + sizes[chunk]
+            if places.get(chunk) == (begin, stop):
                 found[step] += 8 * sizes[chunk]
-            places = {c: at for c, at in places.items() if at[1] <= start or stop <= at[0]} | {
-                chunk: (start, stop)
-            }
+            places = {c: at for c, at in places.items() if at[1] <= begin or stop <= at[0]}
+            places[chunk] = (begin, stop)
     return found[0], found[1]
 
 
