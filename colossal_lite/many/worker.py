@@ -2,8 +2,9 @@
 
 Note: the life of a worker.
 A worker has one device. It keeps the engines of its tasks open, so going from one to another costs nothing.  A task
-leaves by a checkpoint, and its next worker goes on from there.  An error of a task closes that task alone.  Where the
-device has no memory for one more engine, the others are parked.
+leaves by a checkpoint, and its next worker goes on from there.  An error of a task closes that task alone.
+Tasks over one base that are asked for together take turns in their steps, and read one copy of it.
+The workers of a gang get the same requests in the same order. Each is a rank of the gang's world.
 Stop signals are for the supervisor. The worker ends when its supervisor does, without saving.
 """
 
@@ -88,7 +89,9 @@ def serve(pipe: Connection, order: Order) -> None:
     pipe.send({"said": "ready", "pid": os.getpid()})
     with suppress(EOFError):
         while (request := pipe.recv())["do"] != "end":
-            pipe.send(worker.answer(request))
+            requests = [request, *(pipe.recv() for _ in range(request.pop("abreast", 0)))]
+            for answer in worker.answers(requests):
+                pipe.send(answer)
         worker.park_all()
         pipe.send({"said": "ended"})
 
@@ -113,9 +116,12 @@ def _write_into(log: Path) -> None:
 class OpenTask:
     """The engine of one task, and the position in its data."""
 
-    def __init__(self, order: Order, task: Task, config: Config, data: Any, store: HostStore) -> None:
+    def __init__(
+        self, order: Order, task: Task, config: Config, data: Any, place: Mapping[str, Any], store: HostStore
+    ) -> None:
+        """`place`: rank and world of this worker, and where its gang meets."""
         self.task = task
-        self.context = order.launch(config, rank=0, world_size=1)
+        self.context = order.launch(config, **place)
         try:
             build = copy.deepcopy(task.build) if isinstance(task.build, nn.Module) else task.build
             engine = initialize(
@@ -157,7 +163,7 @@ class OpenTask:
 
 
 class Worker:
-    """The open tasks of one device, the one used last at the end."""
+    """The open tasks of one device."""
 
     def __init__(self, order: Order) -> None:
         self._order, self._tasks = order, {task.name: task for task in order.tasks}
@@ -168,18 +174,13 @@ class Worker:
 
     def answer(self, request: Message) -> Message:
         """Do what is asked. What goes wrong in a task is its answer."""
-        if names := request.get("abreast"):
-            return self._run_abreast(request["task"], request["to"], request["evaluates"], names)
-        name = request["task"]
+        name, do = request["task"], request["do"]
         try:
-            if request["do"] == "park":
+            if do == "park":
                 return {"said": "parked", "task": name, **self._park(name)}
-            try:
-                return self._run(**{key: value for key, value in request.items() if key != "do"})
-            except (torch.OutOfMemoryError, MemoryError) as error:
-                if not self._close(name, error):
-                    raise
-                self.park_all()
+            if do == "drop":
+                self._close(name, RuntimeError("a worker of its gang has ended"))
+                return {"said": "dropped", "task": name}
             return self._run(**{key: value for key, value in request.items() if key != "do"})
         except (Exception, SystemExit) as error:
             return self._failed(name, error)
@@ -188,31 +189,40 @@ class Worker:
         traceback.print_exception(error)
         sys.stderr.flush()
         self._close(name, error)
-        return {"said": "failed", "task": name, "cause": f"{type(error).__name__}: {error}"}
+        said = "full" if isinstance(error, torch.OutOfMemoryError | MemoryError) else "failed"
+        return {"said": said, "task": name, "cause": f"{type(error).__name__}: {error}"}
 
-    def _run_abreast(self, task: str, to: int, evaluates: bool, others: Sequence[str]) -> Message:
-        """Run tasks over one base to the same step, by turns within their steps. The answer of the first has those of
-        the others. Tasks whose lists differ run one after the other."""
-        names, answers = [task, *others], dict[str, Message]()
-        alike: dict[Hashable, list[str]] = {}
-        for name in names:
+    def answers(self, requests: Sequence[Message]) -> list[Message]:
+        """Do what is asked. Of several tasks to be run, those whose lists have turns alike take turns in their steps.
+        `later_s` of an answer: how long the device has done something else since."""
+        if len(requests) == 1:
+            return [self.answer(requests[0])]
+        found, alike = dict[str, Message](), dict[Hashable, list[str]]()
+        for request in requests:
+            name = request["task"]
             try:
-                self._open[name] = held = self._open.pop(name, None) or self._opened(self._tasks[name])
-                turns = turns_of(held.run.engine)
+                if name not in self._open:
+                    self._open[name] = self._opened(self._tasks[name], request["place"])
+                turns = turns_of(self._open[name].run.engine)
                 alike.setdefault(name if turns is None else turns, []).append(name)
             except (Exception, SystemExit) as error:
-                answers[name] = self._failed(name, error)
-        for group in alike.values():
-            answers |= self._by_turns(group, to)
-        for name in names:
-            if answers[name]["said"] == "ran":
-                answers[name] = self.answer({"do": "run", "task": name, "to": to, "evaluates": evaluates}) | {
-                    key: answers[name][key] for key in ("before", "loss", "run_s")
-                }
-        return answers[task] | {"others": [answers[name] for name in others]}
+                found[name] = self._failed(name, error)
+        for names in alike.values():
+            found |= self._by_turns(names, requests[0]["to"])
+        for request in requests:
+            if (made := found[request["task"]])["said"] == "ran":
+                ended = self.answer(request)  # evaluates, and saves what is done
+                found[request["task"]] = ended | (made if ended["said"] == "ran" else {})
+        return [
+            {
+                **found[request["task"]],
+                "later_s": sum(found[r["task"]].get("run_s", 0.0) for r in requests[n + 1 :]),
+            }
+            for n, request in enumerate(requests)
+        ]
 
     def _by_turns(self, names: Sequence[str], to: int) -> dict[str, Message]:
-        """The losses of tasks that take turns, and a share of the time."""
+        """Where these tasks began, their losses, and a share of the time of all."""
         turnstile, begun_s = Turnstile[Message](), time.monotonic()
 
         def work(number: int, name: str) -> Message:
@@ -240,10 +250,11 @@ class Worker:
             if isinstance(each, dict)
         }
 
-    def _run(self, task: str, to: int, evaluates: bool) -> Message:
+    def _run(self, task: str, to: int, evaluates: bool, place: Mapping[str, Any]) -> Message:
         begun_s = time.monotonic()
-        held = self._open.pop(task, None) or self._opened(self._tasks[task])
-        self._open[task] = held
+        if task not in self._open:
+            self._open[task] = self._opened(self._tasks[task], place)
+        held = self._open[task]
         opened_s, before = time.monotonic(), held.step
         loss = held.advance(to)
         ran_s = time.monotonic()
@@ -256,11 +267,11 @@ class Worker:
             "end_s": time.monotonic() - ran_s,
         }  # fmt: skip
 
-    def _opened(self, task: Task) -> OpenTask:
+    def _opened(self, task: Task, place: Mapping[str, Any]) -> OpenTask:
         data = data_of(task.data)
         if task.name not in self._configs:
             self._configs[task.name] = settings_of(task, self._order.shared, data)
-        return OpenTask(self._order, task, self._configs[task.name], data, self._store)
+        return OpenTask(self._order, task, self._configs[task.name], data, place, self._store)
 
     def _park(self, task: str) -> Message:
         begun_s = time.monotonic()
@@ -269,14 +280,12 @@ class Worker:
         return {"step": saved_step(self._order.directory, task), "end_s": time.monotonic() - begun_s}
 
     def park_all(self) -> None:
-        """Save and close every open task."""
-        for task in list(self._open):
+        """Save and close every open task, in an order that all workers of a gang have."""
+        for task in sorted(self._open):
             self._open.pop(task).close()
 
-    def _close(self, task: str, error: BaseException) -> int:
-        """Drop a task after an error; the number of tasks that were open beside it."""
-        others = len(self._open) - (task in self._open)
+    def _close(self, task: str, error: BaseException) -> None:
+        """Drop a task after an error."""
         if (held := self._open.pop(task, None)) is not None:
             with suppress(Exception, SystemExit):  # the first error is the one to tell
                 held.close(error)
-        return others

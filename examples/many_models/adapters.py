@@ -72,8 +72,12 @@ def config(micro_batches: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=16, help="adapters, each with a learning rate of its own")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tasks", type=int, default=16, help="adapters, each with a learning rate of its own"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--layers", type=int, default=8)

@@ -33,16 +33,18 @@ def config(budget_bytes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--directory", default="runs/larger")
     args = parser.parse_args()
     state_bytes = STATE_BYTES * parameters(args.layers, args.width)
     budget_bytes = state_bytes // TIMES
     task = cl.Task(
-        "larger", partial(gpt, args.layers, args.width), data=train, steps=args.steps, global_batch=8
+        "larger", partial(gpt, args.layers, args.width), data=train, steps=args.steps, global_batch=4
     )
     print(f"state of {state_bytes:,} bytes on a device of {budget_bytes:,}")
     print(cl.train_many([task], config=config(budget_bytes), directory=args.directory))
