@@ -127,12 +127,11 @@ class GradientHooks:
     def reduce(self, index: int, *, ends: bool = False) -> None:
         """Wait for the sum of chunk `index`, launching first all chunks before it; `ends` as in `begin`. Collective.
 
-        Where a sum ends in collectives of its own, those that may be in flight beside it are launched too: so they are,
-        on ranks where backward launched them."""
+        Those that may be in flight beside it are launched too, as in a backward that launched them. So buffers are used
+        in the planned order, and ranks make collectives in the same order."""
         if not self._reduces:
             self.begin(is_last=True, ends=ends)
-        beside = IN_FLIGHT - 1 if self.concludes and self._ends else 0
-        self.launch(min(len(self._chunks), len(self._chunks) - index + beside))
+        self.launch(min(len(self._chunks), len(self._chunks) - index + IN_FLIGHT))
         while self._chunks[index].state is GradientState.REDUCING:
             self._finish_first()
 
