@@ -344,5 +344,7 @@ class EngineState:
                 raise
         finally:
             self._weights.mark_failed()
-            self._optimizer.close()
-            self.release(parked)
+            try:
+                self._optimizer.close()
+            finally:
+                self.release(parked)

@@ -244,7 +244,7 @@ class Coordinator:
         most = self._most_abreast(state)
         steps = 1 if state.step_s is None else max(1, round(QUANTUM_S / most / max(state.step_s, 1e-6)))
         to = min(self._next_goal(state), state.step + steps)
-        group = [state, *self._abreast(state, to)[: most - 1]]
+        group = [state, *(self._abreast(state, to)[: most - 1] if most > 1 else ())]
         for left, each in zip(reversed(range(len(group))), group, strict=True):
             each.busy_on, name = state.busy_on, each.task.name
             self._journal.write(
