@@ -193,7 +193,7 @@ class Worker:
         return {"said": said, "task": name, "cause": f"{type(error).__name__}: {error}"}
 
     def answers(self, requests: Sequence[Message]) -> list[Message]:
-        """Do what is asked. Of several tasks to be run, those whose lists have turns alike take turns in their steps.
+        """Answer several requests. Of tasks to be run, those whose lists have turns alike take turns in their steps.
         `later_s` of an answer: how long the device has done something else since."""
         if len(requests) == 1:
             return [self.answer(requests[0])]
@@ -211,7 +211,7 @@ class Worker:
             found |= self._by_turns(names, requests[0]["to"])
         for request in requests:
             if (made := found[request["task"]])["said"] == "ran":
-                ended = self.answer(request)  # evaluates, and saves what is done
+                ended = self.answer(request)  # evaluates, and saves a task that is over
                 found[request["task"]] = ended | (made if ended["said"] == "ran" else {})
         return [
             {

@@ -32,7 +32,7 @@ class FrozenChunk(WeightChunk):
     """The stated name of the weights that this chunk is a part of."""
     _start_bytes: int | None = None  # of its slot in the shared arena, while it has one
     world: Communicator | None = None
-    """All ranks of the engine, each of which has its own part of such weights."""
+    """All ranks of the engine: each has its own part of such weights."""
 
     def _room(self, kind: str, numel: int, dtype: torch.dtype, *, rests: bool) -> Tensor:
         """As for all chunks; on the host its values say where it rests."""

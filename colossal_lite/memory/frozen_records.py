@@ -47,7 +47,7 @@ DIGEST_BYTES = 32
 
 # Words of an entry behind its name, which has the first four. STATE is 0 for none, and then one of these.
 OFFSET, SIZE, HOLDERS, STATE = range(4, 8)
-WRITTEN, LIVE, ALONE = 1, 2, 3  # ALONE: changed by its only user, so it is found by nobody else
+WRITTEN, LIVE, ALONE = 1, 2, 3  # ALONE: changed by its only user, so no other finds it
 # Words of the first entry: the magic number, the entries ever used, the changes so far, and the end of all records.
 COUNT, CHANGES, END = 1, 2, 3
 
@@ -265,7 +265,7 @@ class FrozenRecords:
         return record
 
     def _made(self, name: bytes, numel: int, dtype: torch.dtype) -> FrozenRecord:
-        """A record of zeros that nobody finds yet."""
+        """A record of zeros that no other process finds yet."""
         if self._memory is None:
             index = max(self._used, default=0) + 1
             return FrozenRecord(index, host_room(numel, dtype, torch.device("cpu")))

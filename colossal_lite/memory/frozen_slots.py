@@ -4,7 +4,7 @@ Note: one arena for all tasks of a device, as large as the largest plan of one t
 It keeps what was copied there until another chunk takes some of its bytes.  An engine that asks for the same record at
 the same offset finds it, and waits for the same copy.  Tasks that run by turns (schedule/abreast.py) so load a stage
 once for all.  A task that begins where another has ended finds the stage of that end.
-Nobody may take bytes that another engine still reads.  Plans of tasks by turns never do, and any other is an error.
+No engine may take bytes that another still reads.  Plans of tasks by turns never do, and any other is an error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FrozenSlots:
         return 0 if self.arena is None else self.arena.nbytes
 
     def reserve(self, size_bytes: int, device: torch.device) -> None:
-        """Make the arena at least so large. A larger one takes the place of one that nobody reads."""
+        """Make the arena at least so large. A larger one takes the place of one that no engine reads."""
         if size_bytes <= self.bytes:
             return
         assert not any(slot.users for slot in self._slots), "an arena in use cannot grow"
@@ -74,7 +74,7 @@ class FrozenSlots:
                 "turns between steps, or by a plan of schedule/abreast.py"
             )
         self._slots = [slot for slot in self._slots if slot not in met]
-        for slot in met:  # whose copy nobody has waited for
+        for slot in met:  # whose copy may be on its way
             slot.copy.finish()
         self._slots.append(_Slot(record, start_bytes, stop_bytes, copy(view), 1))
         self.loaded_bytes += view.nbytes

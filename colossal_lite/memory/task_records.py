@@ -205,7 +205,7 @@ class TaskRecords:
         slots: FrozenSlots | None = None,
     ) -> None:
         """`beside`: the device that copies from and to them; on meta no record has memory. `frozen`: where frozen
-        weights are shared; None: with nobody. `slots`: where they are shared on the device; None: nowhere."""
+        weights are shared; None: with no other engine. `slots`: where they are shared on the device; None: nowhere."""
         self.task, self.beside = task, beside
         self.frozen = FrozenRecords() if frozen is None else frozen
         self.slots = slots
