@@ -133,9 +133,11 @@ def run_of(
     on_host: Mapping[int, Crossing] = ON_DEVICE,
     early: bool = False,
     prepares: bool = True,
+    in_flight: int = 0,
 ) -> tuple[Plan, Memory]:
     """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward. `prepares`: the
-    first records are fetched in backward.
+    first records are fetched in backward. `in_flight`: sums on their way at once, so a gradient leaves so many units
+    after its own.
 
     `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
@@ -162,13 +164,13 @@ def run_of(
                 actions.append(deferred.popleft())
             actions.append(Action(ActionKind.F, stage=unit, micro_batch=step))
         actions += moves[:first]
-        for unit in reversed(range(len(units))):
-            actions.append(Action(ActionKind.B, stage=unit, micro_batch=step))
-            leaving = [
-                c for c in reversed(units[unit]) if c in on_host and ChunkPart.GRADIENT in on_host[c].down
-            ]
+        for unit in reversed(range(-in_flight, len(units))):
+            if unit >= 0:
+                actions.append(Action(ActionKind.B, stage=unit, micro_batch=step))
+            summed = [] if unit + in_flight >= len(units) else units[unit + in_flight]
+            leaving = [c for c in reversed(summed) if c in on_host and ChunkPart.GRADIENT in on_host[c].down]
             numbers = [ChunkPart.GRADIENT.of(chunk, num_chunks) for chunk in leaving if early]
-            actions += [replace(_action(ActionKind.EVICT, number), stage=unit) for number in numbers]
+            actions += [replace(_action(ActionKind.EVICT, n), stage=unit + in_flight) for n in numbers]
         deferred.extend(
             replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in moves[first:]
         )
@@ -214,11 +216,8 @@ def memory_of(
         home[gradients[chunk]] = "device" if ChunkPart.GRADIENT in crossing.down else "host"
         home[weights[chunk]] = "device" if crossing.up else "host"
     visitors = [chunk for chunk in range(num_chunks) if chunk not in on_host and home[0, chunk] != "device"]
-    residents = [chunk for chunk in range(num_chunks) if home[0, chunk] == "device"]
     places = _places(visitors, ahead + 2)
     slots = dict.fromkeys((f"place {place} on the device" for place in places.values()), 1)
-    if residents:
-        slots["device"] = len(residents)
     if there or on_host:
         slots["host"] = num_chunks - len(there) + min(len(there), (below or 0) + max(ahead, 1) + 2)
     coming = (ahead if ahead_down is None else ahead_down) + 1
