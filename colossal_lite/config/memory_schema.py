@@ -144,6 +144,9 @@ class MemoryConfig(Section):
     rates: RatesConfig = RatesConfig()
     """Rates of the machine, or the name of a file of `colossal-lite calibrate`. update_on='auto' without rates takes
     that file of this machine where there is one, and measures otherwise."""
+    shared_base: str | None = None
+    """A name for the frozen weights at zero.stage=3. Engines of one store that state it must have equal ones; others
+    are refused. None: engines with equal frozen weights share them, and others do not."""
 
     @property
     def on_host(self) -> Fraction | tuple[int, ...]:
@@ -197,6 +200,8 @@ class MemoryConfig(Section):
     def unused_settings(self) -> Iterable[UnusedSetting]:
         if self.records_tier == "device":
             yield from self._unread_on_the_device()
+        if not self.moves:
+            yield UnusedSetting("shared_base", f"placement={self.placement!r} keeps weights on the device")
         if self.placement == "static" and not self.host_fraction.optimizer:
             why = "host_fraction.optimizer=0 keeps optimizer state on the device, and it is updated there"
             yield UnusedSetting("update_on", why)

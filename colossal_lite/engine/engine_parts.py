@@ -20,6 +20,7 @@ from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.engine.memory_report import Metering
 from colossal_lite.engine.update_timing import Updates
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.frozen_chunk import FrozenChunk
 from colossal_lite.memory.packing import ChunkSpec, trains
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
@@ -56,7 +57,7 @@ class Built:
     """Chunks of the whole pipeline."""
     chunks: tuple[Chunk, ...]
     """Trainable chunks of this rank."""
-    frozen: tuple[WeightChunk, ...]
+    frozen: tuple[FrozenChunk, ...]
     """Frozen chunks of this rank; empty where every rank holds frozen parameters in full."""
     trainable: Mapping[str, torch.Size]
     """Trainable parameters of the whole pipeline, in the model's order, with their shapes on a rank of it."""

@@ -32,6 +32,7 @@ from colossal_lite.engine.stopping import SAVES_FAILED, Stopped, StopPoint
 from colossal_lite.engine.task_resume import TaskResume
 from colossal_lite.engine.update_timing import spoilt
 from colossal_lite.memory.disk_file import DiskError
+from colossal_lite.memory.frozen_records import FrozenError
 from colossal_lite.memory.task_records import ParkedState
 
 MIXED = "a load failed halfway, or a step has spoilt them: the weights are a mix; load a checkpoint first"
@@ -210,6 +211,11 @@ class EngineState:
 
     def _use_loaded(self, loaded: Loaded) -> None:
         """Gather the weights anew from the loaded masters, and continue from their step."""
+        try:
+            self.full.settle()
+        except FrozenError:
+            self.checkpoints.is_mixed = True
+            raise
         for chunk in self._chunks:
             with self._optimizer.at_hand(chunk):
                 chunk.publish(0, chunk.owned[1] - chunk.owned[0])
@@ -338,5 +344,7 @@ class EngineState:
                 raise
         finally:
             self._weights.mark_failed()
-            self._optimizer.close()
-            self.release(parked)
+            try:
+                self._optimizer.close()
+            finally:
+                self.release(parked)

@@ -35,11 +35,11 @@ from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.engine.rank_comparison import repeats
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.frozen_chunk import FrozenChunk, state_base
 from colossal_lite.memory.host_store import HostStore
 from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.transfers import buffers_to_device, to_device, to_host
-from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT
 from colossal_lite.numerics.lr_schedules import told_of_end
 from colossal_lite.numerics.optimizers import assign_groups, check_whole_tensors, groups_of
@@ -101,7 +101,7 @@ def initialize(
     """
     if store is None:
         records = TaskRecords(task, context.device)
-    elif optimizer is not None:
+    elif optimizer is not None and store.parks:
         raise ValueError(
             "store: what an optimizer of your own keeps, only it knows; legal: a type of config.optimizer"
         )
@@ -117,7 +117,7 @@ def initialize(
             example,
             directory,
             records,
-            outlives=store is not None,
+            outlives=store is not None and store.parks,
         )
     except BaseException:
         records.give_up()
@@ -483,7 +483,7 @@ def _build_chunks(
     module: nn.Module, names: GlobalNames, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
     parallelized: Parallelized, packed: Sequence[ChunkSpec], stages: Stages, context: Context,
     order: Sequence[str], records: TaskRecords,
-) -> tuple[tuple[Chunk, ...], tuple[WeightChunk, ...]]:  # fmt: skip
+) -> tuple[tuple[Chunk, ...], tuple[FrozenChunk, ...]]:  # fmt: skip
     """Allocate and fill the chunks of this rank's parameters; `order` names all parameters in order of use.
 
     Trainable chunks are not filled if their records were parked. Parameters in no chunk are converted in place."""
@@ -504,6 +504,10 @@ def _build_chunks(
 
     in_turn = {name: named[name] for name in order if name in named}
     mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
+    if (base := config.memory.shared_base) is not None and config.memory.moves:
+        kept = [entry.name for spec in mine if not trains(spec) for entry in spec.entries]
+        form = {name: (named[name].shape, precision.compute) for name in kept}
+        state_base(records, base, form, context.mesh.world)
     chunks = build_chunks(
         in_turn, mine, specs, config, context.mesh, device,
         lambda spec: stages.is_first_holder(stages_of(spec)), records, ops,

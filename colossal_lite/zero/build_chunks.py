@@ -22,6 +22,7 @@ from colossal_lite.memory.arena import ArenaAllocator, slots
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk_file import DiskError, DiskFile
 from colossal_lite.memory.disk_layout import FileLayout
+from colossal_lite.memory.frozen_chunk import FrozenChunk
 from colossal_lite.memory.packing import (
     SHARD_ALIGN_NUMEL,
     SHARD_BLOCK_NUMEL,
@@ -172,21 +173,24 @@ def build_chunks(
 def build_frozen(
     packed: Sequence[ChunkSpec], config: Config, mesh: Mesh, device: torch.device,
     records: TaskRecords | None = None,
-) -> tuple[WeightChunk, ...]:  # fmt: skip
+) -> tuple[FrozenChunk, ...]:  # fmt: skip
     """This rank's chunks that do not train, without values; `records` as above."""
     records = records or TaskRecords("", device)
     precision, sharding = (
         Precision.of(config.precision),
         sharding_of(config),
     )
-    return tuple(
-        WeightChunk(
+    found = tuple(
+        FrozenChunk(
             spec, _groups(spec, mesh), types=ChunkTypes.of(precision), device=device, shard_state=sharding.state,
             shard_value=sharding.weight, on_host=records if config.memory.moves else None,
         )
         for spec in packed
         if not trains(spec)
     )  # fmt: skip
+    for chunk in found:
+        chunk.base, chunk.world = config.memory.shared_base, mesh.world
+    return found
 
 
 def chunk_optimizer(

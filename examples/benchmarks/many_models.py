@@ -146,7 +146,7 @@ def trained_s(
                 for each in workers:
                     assert not list(each.answers()), "nothing is asked yet"
                 time.sleep(0.1)
-            Leader(context, workers[0], workers[1:], folder, 0).run(tasks, policy, None, None)
+            Leader(context, workers[0], workers[1:], folder, 0, CONFIG).run(tasks, policy, None, None)
         finally:
             for each in workers:
                 each.close()
@@ -157,7 +157,7 @@ def trained_s(
 class Sleeping:
     """A task whose steps sleep. Where it stands is kept in its folder, as a checkpoint would."""
 
-    def __init__(self, order: Order, task: cl.Task, config: Any, data: Any, place: Any) -> None:
+    def __init__(self, order: Order, task: cl.Task, *others: Any) -> None:
         self._folder, self.step = order.directory, slept(order.directory, task.name)
         self._name = task.name
 
