@@ -20,13 +20,14 @@ would never shrink.
 
 Cuts: cutting a buffer anywhere (a split one at a multiple of 8) changes no bit.  On the CPU, AdamW and SGD are
 torch's fused kernels.  Where a cast comes before or after, they run on pieces that stay in cache.
-The kernel for GPUs is in optimizer_triton.py.
+The kernel for GPUs is in optimizer_triton.py; it has the bits of these.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from ctypes import c_float
 from typing import Any
 
 import torch
@@ -337,11 +338,10 @@ def _triton_adamw(
     draws: Draws | None = None,
 ) -> None:  # fmt: skip
     _check("adamw_", param, grad, low, residual, ties, draws, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    corrections = 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
-    states = (exp_avg, exp_avg_sq)
     _kernels.step_(
-        "adamw", param, grad, states, low, residual, ties, _beside(grad_scale, param),
-        lr, lr * weight_decay, beta1, beta2, eps, *corrections, draws=draws, step=step,
+        "adamw", param, grad, (exp_avg, exp_avg_sq), low, residual, ties, _beside(grad_scale, param),
+        lr / (1.0 - beta1**step), 1.0 - lr * weight_decay, c_float(1.0 - beta1).value - 1.0, 1.0 - beta1, beta2,
+        1.0 - beta2, eps, math.sqrt(1.0 - beta2**step), draws=draws, step=step,
     )  # fmt: skip
 
 
@@ -358,7 +358,7 @@ def _triton_sgd(
     _check("sgd_", param, grad, low, residual, ties, None, **state)
     _kernels.step_(
         rule, param, grad, (momentum_buffer, None), low, residual, ties, _beside(grad_scale, param),
-        lr, weight_decay, momentum, 0.0, 0.0, 0.0, 0.0,
+        lr, weight_decay, momentum, 0.0, 0.0, 0.0, 0.0, 0.0,
     )  # fmt: skip
 
 
@@ -371,7 +371,7 @@ def _triton_lion(
     _check("lion_", param, grad, low, residual, ties, exp_avg=exp_avg)
     _kernels.step_(
         "lion", param, grad, (exp_avg, None), low, residual, ties, _beside(grad_scale, param),
-        lr, lr * weight_decay, beta1, beta2, 0.0, 0.0, 0.0,
+        lr, 1.0 - lr * weight_decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 0.0, 0.0,
     )  # fmt: skip
 
 

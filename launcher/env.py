@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-LauncherKind = Literal["torchrun", "slurm", "openmpi", "none"]
+LauncherKind = Literal["torchrun", "slurm", "openmpi", "gang", "none"]
 DEFAULT_PORT = 29500
 # Ports derived from a job's id are below Linux's ephemeral range.  A job has 16, one for each of its steps.
 DERIVED_PORT_FIRST, DERIVED_PORT_COUNT, STEPS_PER_JOB = 20000, 12288, 16

@@ -64,14 +64,14 @@ def _plan(sweep: Sweep, devices: int) -> int:
     from colossal_lite.many.timetable import simulate
     from colossal_lite.observe.tables import seconds, table
 
-    check(sweep.tasks, sweep.config, sweep.policy, sweep.stop, sweep.save_every)
+    check(sweep.tasks, sweep.config, sweep.policy, sweep.stop, sweep.save_every, devices)
     step_s = {**sweep.step_s, **measured_step_s(sweep.directory)}
     if unknown := [task.name for task in sweep.tasks if task.name not in step_s]:
         raise ValueError(
             f"--plan: nobody knows how long a step of {', '.join(unknown)} takes; legal: step_s = SECONDS in the file, "
             f"or a first run in {sweep.directory}, which measures it"
         )
-    jobs = [Job(task.name, task.steps, step_s[task.name]) for task in sweep.tasks]
+    jobs = [Job(task.name, task.steps, step_s[task.name], devices=task.devices) for task in sweep.tasks]
     rows = []
     for policy in POLICIES:
         found = simulate(timetable(jobs, devices, policy))
@@ -100,7 +100,9 @@ def _bytes(sweep: Sweep) -> list[str]:
     lines = []
     if known:
         largest = max(known, key=lambda name: known[name].peak_bytes)
-        host_bytes = sum(made.host_bytes for made in known.values())
+        host_bytes = sum(
+            known[task.name].host_bytes * task.devices for task in sweep.tasks if task.name in known
+        )
         lines.append(
             f"host {size(host_bytes)} with all tasks open; device {size(known[largest].peak_bytes)} at the most, "
             f"{largest}"

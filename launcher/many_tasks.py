@@ -1,4 +1,4 @@
-"""Trains many tasks, one on each device at a time: starts the supervisors and says how a worker finds its device."""
+"""Trains many tasks on few devices: starts the supervisors, and says how a worker finds its device and its gang."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colossal_lite.launcher import env
-from colossal_lite.launcher.start import launch
+from colossal_lite.launcher.start import launch, launch_gang, serve_gangs
 
 if TYPE_CHECKING:
     from colossal_lite.many.coordinator import OnReport
@@ -41,6 +41,6 @@ def train_many(
     with launch({"backend": "gloo", "timeout_s": timeout_s}) as context:
         prepare = partial(env.show_one_device, context.local_rank)
         return train(
-            tasks, context, launch=launch, prepare=prepare, config=config, directory=directory, policy=policy,
-            stop=stop, on_report=on_report, save_every=save_every, resume=resume,
+            tasks, context, launch=launch_gang, serve=serve_gangs, prepare=prepare, config=config, directory=directory,
+            policy=policy, stop=stop, on_report=on_report, save_every=save_every, resume=resume,
         )  # fmt: skip

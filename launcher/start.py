@@ -53,6 +53,7 @@ __all__ = ["LaunchError", "findings", "launch"]
 
 # How long rank 0 keeps serving its store for ranks that have not closed yet.
 LINGER_S = 3.0
+LOOPBACK = "127.0.0.1"
 # Extra time for torch's calls beyond their own timeout.
 MARGIN_S = 0.3
 
@@ -76,8 +77,37 @@ def launch(
     Raises ConfigError for a configuration that cannot run in this world (with `model_facts`, with this model).  Raises
     LaunchError for an environment that contradicts itself, and CommError if ranks do not arrive within `timeout_s`.
     """
+    return _launch(config, model_facts, store, _place(store, rank, world_size), overrides)
+
+
+def launch_gang(
+    config: ConfigDict | Config, *, rank: int, world_size: int, port: int = 0, name: str = ""
+) -> Context:
+    """Join this process, which sees one device, to a gang of `train_many`; a gang of one needs no store.
+
+    `port`: of `serve_gangs`.  `name`: of the gang, another each time that it meets."""
+    store, place = None, Launch("gang", rank, world_size, local_world_size=world_size)
+    if world_size > 1:
+        timeout = timedelta(seconds=Config.load(config).timeout_s)
+        server = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
+        store = dist.PrefixStore(name, server)
+    return _launch(config, None, store, place, ())
+
+
+def serve_gangs() -> tuple[dist.Store, int]:
+    """A store in which the gangs of this host meet, and its port. It serves as long as it is held."""
+    listener = socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN)
+    port = int(listener.getsockname()[1])
+    fd = listener.detach()
+    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd), port
+
+
+def _launch(
+    config: ConfigDict | str | Path | Config, model_facts: ModelFacts | None, store: dist.Store | None, place: Launch,
+    overrides: Sequence[str],
+) -> Context:  # fmt: skip
+    """Join this process to its world, at this place of it."""
     end = ScriptEnd.installed() if store is None else None
-    place = _place(store, rank, world_size)
     if end is not None:
         end.place = place
     loaded = Config.load(config, overrides)

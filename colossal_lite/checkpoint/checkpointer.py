@@ -233,7 +233,7 @@ class Checkpointer:
             self.failures, self.failure = self.failures + 1, last.failure
 
     def close(self, *, waits: bool = True) -> None:
-        """Wait for the save in flight, and release the folders. Without `waits` it does neither: the process ends, and
+        """Wait for the save in flight, and release the folders. Without `waits` it does neither. The process ends, and
         the next run takes the folders over, with all leftovers in them."""
         if not waits:
             return
@@ -433,7 +433,7 @@ def _scatter(read: Read, data: Tensor, held: Sequence[HeldTensor], layout: MeshL
 
 
 def _place(read: Read, held: Sequence[HeldTensor], layout: MeshLayout) -> Tensor | None:
-    """The tensor that a slice can be read into without a copy: it holds the slice whole, once, in its stored dtype."""
+    """The tensor that a slice can be read into without a copy. It holds the slice whole, once, in its stored dtype."""
     if len(read.into) != 1:
         return None
     ((index, fragment),) = read.into

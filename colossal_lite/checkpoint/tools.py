@@ -53,7 +53,7 @@ def ls(folder: Path) -> Iterator[Listed]:
 
 
 def last_unit_seconds(folder: Path) -> tuple[tuple[float, float, float], ...] | None:
-    """Seconds of F, I and W of each unit, from the newest readable checkpoint of a folder; None if it has none."""
+    """Seconds of F, I and W of each unit, from the newest readable checkpoint of a folder. None if it has none."""
     found = ls(folder) if folder.is_dir() and listed(folder) else iter(())
     return next((each.manifest.unit_seconds for each in found if each.manifest), None)
 

@@ -224,7 +224,7 @@ FOREIGN: Mapping[str, str | Callable[[Any], Answer]] = {
 
 
 def answer(name: str, value: object) -> str | None:
-    """The setting to write in place of the key `name` of another framework; None if no known framework has the key."""
+    """The setting to write in place of the key `name` of another framework. None if no known framework has the key."""
     if (found := FOREIGN.get(name)) is None:
         return None
     if isinstance(found, str):

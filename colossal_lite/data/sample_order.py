@@ -21,7 +21,7 @@ SAMPLE_ORDER_KEY = "colossal_lite.data.Permutation"
 class Permutation:
     """A keyed bijection of range(n): `Permutation(n, seed, epoch)(indices)`; state and memory are O(1).
 
-    A Feistel network over Z_a x Z_b with addition modulo a and b; a * b is the least such product near n. Cycle
+    A Feistel network over Z_a x Z_b with addition modulo a and b. a * b is the least such product near n. Cycle
     walking handles the few values outside range(n) (Black and Rogaway, "Ciphers with
     arbitrary finite domains", 2002, section 5). Not meant to be secret, only to be even.
     """

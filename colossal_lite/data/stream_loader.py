@@ -2,8 +2,8 @@
 
 Note: position in a stream.
 Every rank reads the whole stream, and collates its own piece of each global batch.  An epoch is one pass.  The position
-is the number of samples handed out, as of any loader.  To go on from there the samples before it are read and dropped;
-whole passes are not, once the length of one is known.  So every pass must have the same number of samples, and a stream
+is the number of samples handed out, as of any loader.  To go on from there the samples before it are read and dropped.
+Whole passes are not, once the length of one is known.  So every pass must have the same number of samples, and a stream
 must give the same samples again: `set_epoch` is called where a dataset has it.
 """
 

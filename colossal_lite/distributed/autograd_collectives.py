@@ -52,7 +52,7 @@ def reduce_scatter(x: Tensor, comm: Communicator, dim: int) -> Tensor:
 
 
 def split(x: Tensor, comm: Communicator, dim: int) -> Tensor:
-    """This rank's part of an x that is equal on all ranks; the gradients of the parts are joined for each."""
+    """This rank's part of an x that is equal on all ranks. The gradients of the parts are joined for each."""
     _check_divides(x, comm, dim)
     return x if comm.size == 1 else _apply(_Split, x, comm, dim)
 

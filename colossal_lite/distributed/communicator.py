@@ -182,7 +182,7 @@ class Communicator:
     ) -> PendingCollective:  # fmt: skip
         """Sum over the axis; this rank gets its 1/size of `dim`. Payload: the unreduced input.
 
-        `full` is [size * n, ...] and is not changed unless `out` is this rank's own part of it; the result is [n,
+        `full` is [size * n, ...] and is not changed unless `out` is this rank's own part of it. The result is [n,
         ...]. `ordered` adds in rank order on every backend; `scratch`: `scratch_numel` elements that may be
         overwritten. `out`, `ordered` and `scratch` are for dim 0.
         """
@@ -311,7 +311,7 @@ class Communicator:
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths.tolist(), strict=True)]
 
     def numbers(self, tensor: Tensor) -> list[Any]:
-        """The numbers of a tensor, on the host. On CUDA this waits for the device, as the collectives do not: if one
+        """The numbers of a tensor, on the host. On CUDA this waits for the device, as the collectives do not. If one
         has no end within `timeout_s`, the watch ends it. Raises CommError."""
         progress = self._watch.progress if self._watch else Progress()
         try:

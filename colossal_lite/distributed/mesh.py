@@ -186,7 +186,7 @@ class Mesh:
     @property
     def collectives_differ(self) -> int:
         """This rank's term of a sum over the world. The sum is zero where the ranks of each group have made the same
-        collectives: the first counts its own for each of the others, and these subtract theirs."""
+        collectives. The first counts its own for each of the others, and these subtract theirs."""
         terms = [
             made.mark * (self.size(*names) - 1 if self.coord(*names) == 0 else -1)
             for names, made in self._made.items()
@@ -229,7 +229,7 @@ class Mesh:
 
     def meet_after_fault(self, what: str) -> bool:
         """After a call that raised half-way: return True when all ranks have come here, and have made the same
-        collectives; False where none was begun. Collective, through the store: no message can be read by a wrong one.
+        collectives. False where none was begun. Collective, through the store: no message can be read by a wrong one.
 
         Raises CommError where one has not come, or has made others."""
         if not self.progress.is_half_way or self._watch is None or self.world_size == 1:

@@ -3,7 +3,7 @@
 Note: who copies and who adds.
 An operation posts tensors for other ranks, and lists the messages that it expects.  It copies or adds when these have
 arrived.  A posted piece with one reader is summed in place, so sums need no scratch.  Sums of more than two terms of
-16 bits need some: they are added in float32, tile by tile, and rounded once.  A large sum of more than two ranks has
+16 bits need some. They are added in float32, tile by tile, and rounded once.  A large sum of more than two ranks has
 two stages, in which each rank adds one piece.
 Bytes that a rank of n writes and reads, for a tensor of B bytes:
     all-reduce                     B and B for n = 2, else (1 + 1/n) B and 2 (n - 1)/n B
@@ -36,7 +36,7 @@ Started = tuple[Sequence[Any], Callable[[], Any]]
 WIDE_NUMEL = 1 << 18
 """Elements of 16 bits that are summed in float32 at once, few enough for the caches."""
 WHOLE_BYTES = 1 << 16
-"""Above this size a sum of more than two ranks has two stages: each rank adds one piece and posts it."""
+"""Above this size a sum of more than two ranks has two stages. Each rank adds one piece and posts it."""
 
 
 class SharedMemoryTransport:

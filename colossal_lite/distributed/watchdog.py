@@ -6,7 +6,7 @@ record: phase, step, and per axis the number and the last descriptions of its co
 collective and no message.  A rank whose collective fails raises an alarm in the context's store.  A thread of each rank
 looks there every `LOOK_S`. It answers with its record and the current line of its main thread.  The rank that failed
 compares.  A rank with fewer calls on that axis is missing.  A rank with another call at that number has diverged.  A
-rank that does not answer has died or is stopped: then its last beat is shown, at most `LOOK_S` old.  Every rank reads
+rank that does not answer has died or is stopped. Then its last beat is shown, at most `LOOK_S` old.  Every rank reads
 the beat of the rank that serves the store too, as the store ends with it.
 Cost in a run without faults: at most four short questions to the store every `LOOK_S`, beside the training.
 

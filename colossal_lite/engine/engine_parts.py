@@ -25,6 +25,7 @@ from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel.dropout_rows import unbind_dropout
+from colossal_lite.parallel.fused_head import free_head
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.pipeline.step_plan import splits_backward
@@ -120,6 +121,7 @@ class EngineParts:
         self.hooks.remove()
         remove_activation_checkpoint(model)
         restore_weights(model)
+        free_head(model)
         unbind(model)
         unbind_dropout(model)
 

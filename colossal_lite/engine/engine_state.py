@@ -2,8 +2,8 @@
 
 Note: state at rest.
 Updates of a step may still run, and shards may be on their way between tiers.  `rest` waits for all of it, so it comes
-before every read and write here.  Within a step that updates in backward some weights are new and others are old:
-reading or changing them raises an error.
+before every read and write here.  Within a step that updates in backward some weights are new and others are old.
+Reading or changing them raises an error.
 
 Note: mixed weights.
 A load that failed halfway leaves weights that are part old, part new.  So does a step that updated in backward and then

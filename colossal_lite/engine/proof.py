@@ -366,7 +366,7 @@ class _Findings:
 
 
 def _row_error(part: _Part, whole: Tensor, context: Context) -> float | None:
-    """How far a rank's rows are from numbers of the serial rows; None for a result without rows of samples and
+    """How far a rank's rows are from numbers of the serial rows. None for a result without rows of samples and
     tokens."""
     value, tokens, samples, positions = part.value, len(part.positions), part.samples, part.positions
     if value.dim() == whole.dim() == 2:  # of each position, alike for all samples
@@ -397,7 +397,7 @@ def _row_error(part: _Part, whole: Tensor, context: Context) -> float | None:
 
 
 def on_one_axis(config: Config) -> dict[str, Config]:
-    """The configuration with one axis of several ranks at a time, by its name; empty if at most one axis has
+    """The configuration with one axis of several ranks at a time, by its name. Empty if at most one axis has
     several."""
     layout, whole = config.layout(), config.parallel
     axes = [axis for axis in ("tensor", "sequence", "pipeline", "data") if layout.size(axis) > 1]

@@ -291,7 +291,7 @@ def fit(
     engine: Engine, dataset: Any, *, directory: str | Path, steps: int, valid: Any = None,
     save_every: int | None = None, evaluate_every: int | None = None, log: Sequence[str] = (), **loader: Any,
 ) -> Run:  # fmt: skip
-    """Train to `steps` steps in all, in a folder; the same call resumes there, and does nothing after the last step.
+    """Train to `steps` steps in all, in a folder. The same call resumes there, and does nothing after the last step.
     Collective.
 
     `valid` is evaluated every `evaluate_every` steps (None: with each save), and after the last. Other arguments are as

@@ -97,7 +97,7 @@ class Updates:
         self._told = self._mesh.world.all_reduce_async(torch.cat([told, comparison.term()]))
 
     def begin(self, factor: float, comparison: RankComparison) -> None:
-        """Before each last backward of a step, on every stage; the first begins the updates, when what all ranks have
+        """Before each last backward of a step, on every stage. The first begins the updates, when what all ranks have
         told is here: then no forward is left on any. Collective. Raises as `RankComparison.check`."""
         assert self._in_backward is not None
         if self._told is None:

@@ -4,6 +4,13 @@ Note: what is written when.
 A decision is in the journal, on disk, before it is sent.  A task's numbers do not depend on the journal: they come from
 its checkpoint alone.  So after a kill the journal says which tasks have failed or were stopped, and which rungs are
 decided.  The steps that each task has made are those of its newest checkpoint.
+
+Note: gangs.
+A task of several devices trains on a block of them (many/jobs.py).  A policy that chooses it claims the block: no
+device of it takes another task.  The gang begins when the last of them has ended its own.  A block is claimed whole or
+not at all, so no two gangs wait for each other.  A request to a gang is put into the queues of its workers at once. So
+all have requests in one order.  An answer of a gang is whole when each worker has answered, or has died.
+A worker is in gangs of one size at a time: torch has one default group in a process.
 """
 
 from __future__ import annotations
@@ -11,12 +18,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from colossal_lite.many.jobs import Job
+from colossal_lite.many.jobs import Job, block_of, spread_s
 from colossal_lite.many.policies import POLICIES, Candidate, Choose, Moment, PolicyName
 from colossal_lite.many.results import losses_of, metric_of
 from colossal_lite.many.task import Halving, Task
@@ -25,11 +32,16 @@ from colossal_lite.many.worker import Message, saved_step
 
 QUANTUM_S = 0.5
 """How long a device trains a task before it is asked again; at least a step."""
+HANGS_S = 10.0
+"""When a worker of a gang is lost, the others have so long to notice it. Then they are ended."""
 MOST_DEATHS = 3
 """Workers in a row that may die over one step of a task."""
 JOURNAL = "journal.jsonl"
 Status = Literal["open", "done", "stopped", "failed"]
 OnReport = Callable[[str, int, Mapping[str, float | None]], Literal["go", "stop"] | None]
+
+
+Block = tuple[int, ...]
 
 
 @dataclass
@@ -45,11 +57,16 @@ class TaskState:
     held_out: float | None = None
     step_s: float | None = None
     """Of its last quantum; None: not measured yet."""
-    at: int | None = None
-    """The device whose worker has its engine open."""
-    busy_on: int | None = None
-    """The device that trains it now, or waits for it."""
-    moves_to: int | None = None
+    at: Block = ()
+    """The devices whose workers have its engine open."""
+    claims: Block = ()
+    """The devices that it waits for."""
+    busy_on: Block = ()
+    """The devices that train it now, or wait for it."""
+    awaits: set[str] = field(default_factory=set)
+    """Tasks that are parked before it runs."""
+    meetings: int = 0
+    """How often its engine was opened."""
     deaths: int = 0
     busy_s: float = 0.0
 
@@ -78,11 +95,21 @@ def journal_rows(directory: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class Request:
-    """What rank 0 waits for from one device."""
+    """What rank 0 waits for from the devices of a task."""
 
     task: str
-    kind: Literal["run", "park"]
-    sent_s: float
+    kind: Literal["run", "park", "drop"]
+    devices: Block
+    answers: dict[int, Message] = field(default_factory=dict)
+    fault_s: float | None = None
+    """When the first of them has died or failed."""
+    killed: bool = False
+    """Whether others were ended because they did not notice."""
+
+    def said(self, *words: str) -> list[Message]:
+        """The answers of these kinds, those first that tell more than that another worker is lost."""
+        found = [answer for answer in self.answers.values() if answer["said"] in words]
+        return sorted(found, key=lambda answer: answer.get("cause", "").startswith("CommError"))
 
 
 @dataclass
@@ -96,6 +123,8 @@ class Coordinator:
     on_report: OnReport | None
     devices: int
     seed: int
+    port: int
+    """Of the store where gangs meet."""
     send: Callable[[int, Message], None]
     spans: list[Span] = field(default_factory=list)
 
@@ -104,6 +133,8 @@ class Coordinator:
         self.pending: list[list[Request]] = [[] for _ in range(self.devices)]
         self._decided: set[int] = set()
         self._last: list[str | None] = [None] * self.devices
+        self._heads: list[tuple[Request | None, float]] = [(None, 0.0)] * self.devices
+        """The request that each device is at, and since when."""
         self._move_s = 1.0
         self._begun_s = time.monotonic()
         self._recall()
@@ -139,12 +170,23 @@ class Coordinator:
 
     def assign(self) -> None:
         """Give every idle device something to do, if there is anything."""
+        self._begin_claims()
         for device in range(self.devices):
-            if not self.pending[device] and not any(s.busy_on == device for s in self.states.values()):
-                self._assign(device)
+            if not self._is_taken(device) and not self._is_claimed([device]):
+                self._choose_for(device)
+        self._begin_claims()
 
-    def _assign(self, device: int) -> None:
+    def _is_taken(self, device: int) -> bool:
+        """Whether it has something to do."""
+        return bool(self.pending[device]) or any(device in state.busy_on for state in self.states.values())
+
+    def _is_claimed(self, devices: Iterable[int]) -> bool:
+        return any(not set(state.claims).isdisjoint(devices) for state in self.states.values())
+
+    def _choose_for(self, device: int) -> None:
+        """Let the policy choose what this device does next."""
         ready = [state for state in self.states.values() if self._is_ready(state)]
+        ready = [state for state in ready if not self._is_claimed(block_of(device, state.task.devices))]
         if not ready:
             return
         moment = self._moment(device, ready)
@@ -152,20 +194,46 @@ class Coordinator:
         if chosen is None and not any(self.pending):  # a plan that others than it foresaw have overtaken
             self._choose = self._new_choice()
             chosen = self._choose(moment)
-        if chosen is None:
-            return
-        state = self.states[chosen.task]
-        state.busy_on = device
-        if state.at is not None and state.at != device:
-            self._journal.write(
-                at_s=self._now_s, decision="move", task=chosen.task, step=state.step, device=device
-            )
-            state.moves_to = device
-            self._ask(state.at, "park", chosen.task)
-        else:
-            self._run(device, state)
+        if chosen is not None:
+            state = self.states[chosen.task]
+            state.claims = tuple(block_of(device, state.task.devices))
 
-    def _run(self, device: int, state: TaskState) -> None:
+    def _begin_claims(self) -> None:
+        """Begin the tasks whose devices are all idle. What is in their way is parked first."""
+        for name, state in self.states.items():
+            if not state.claims or any(map(self._is_taken, state.claims)):
+                continue
+            state.busy_on, state.claims = state.claims, ()
+            if state.at not in ((), state.busy_on):
+                self._journal.write(
+                    at_s=self._now_s, decision="move", task=name, step=state.step, devices=state.busy_on
+                )
+                self._park_for(state, state)
+            for other in self.states.values() if len(state.busy_on) > 1 else ():
+                is_near = not set(other.at).isdisjoint(state.busy_on)
+                if is_near and len(other.at) not in (1, len(state.busy_on)):
+                    self._park_for(other, state)
+            if not state.awaits:
+                self._run(state)
+
+    def _park_for(self, state: TaskState, waits: TaskState) -> None:
+        """Save and close a task, for which another (or itself, elsewhere) waits."""
+        waits.awaits.add(state.task.name)
+        self._ask(state.at, "park", state.task.name)
+
+    def end_hung(self) -> None:
+        """End workers that wait for one of their gang that is lost, and do not notice."""
+        for device, queue in enumerate(self.pending):
+            request = queue[0] if queue else None
+            if request is not self._heads[device][0]:
+                self._heads[device] = request, self._now_s
+            if request is None or request.fault_s is None:
+                continue
+            if self._now_s - max(request.fault_s, self._heads[device][1]) > HANGS_S:
+                request.killed, self._heads[device] = True, (request, self._now_s)
+                self.send(device, {"do": "kill"})
+
+    def _run(self, state: TaskState) -> None:
         goal = self._next_goal(state)
         steps = 1 if state.step_s is None else max(1, round(QUANTUM_S / max(state.step_s, 1e-6)))
         to = min(goal, state.step + steps)
@@ -174,16 +242,21 @@ class Coordinator:
         evaluates = state.task.evaluate is not None and (to == state.task.steps or held_out)
         name = state.task.name
         self._journal.write(
-            at_s=self._now_s, decision="run", task=name, step=state.step, to=to, device=device
+            at_s=self._now_s, decision="run", task=name, step=state.step, to=to, devices=state.busy_on
         )
-        self._ask(device, "run", name, to=to, evaluates=evaluates)
+        state.meetings += not state.at
+        place = {"world_size": len(state.busy_on), "port": self.port, "name": f"{name}/{state.meetings}"}
+        self._ask(state.busy_on, "run", name, to=to, evaluates=evaluates, place=place)
 
-    def _ask(self, device: int, kind: Literal["run", "park"], task: str, **more: Any) -> None:
-        self.pending[device].append(Request(task, kind, self._now_s))
-        self.send(device, {"do": kind, "task": task, **more})
+    def _ask(self, devices: Block, kind: Literal["run", "park", "drop"], task: str, **more: Any) -> None:
+        request = Request(task, kind, devices)
+        for rank, device in enumerate(devices):
+            self.pending[device].append(request)
+            own = {"place": {**more["place"], "rank": rank}} if "place" in more else {}
+            self.send(device, {"do": kind, "task": task, **more, **own})
 
     def _is_ready(self, state: TaskState) -> bool:
-        if state.status != "open" or state.busy_on is not None:
+        if state.status != "open" or state.busy_on or state.claims:
             return False
         return not (state.step == self._rung_after(state) and self._metric(state, state.step) is not None)
 
@@ -198,11 +271,11 @@ class Coordinator:
 
     def _moment(self, device: int, ready: Sequence[TaskState]) -> Moment:
         jobs = [self._job(state) for state in self.states.values() if state.status == "open"]
-        left_s = [job.alone_s for job in jobs]
-        bound_s = max(max(left_s), sum(left_s) / self.devices)
+        bound_s = spread_s([(job.alone_s, job.devices) for job in jobs], self.devices)
         candidates = []
         for state in ready:
-            job, moves = self._job(state), state.at not in (None, device)
+            job, block = self._job(state), tuple(block_of(device, state.task.devices))
+            moves = state.at not in ((), block)
             candidates.append(
                 Candidate(
                     job.task,
@@ -220,7 +293,7 @@ class Coordinator:
         known = [s.step_s for s in self.states.values() if s.step_s is not None]
         guess_s = sum(known) / len(known) if known else 1.0
         step_s = guess_s if state.step_s is None else state.step_s
-        return Job(state.task.name, state.task.steps - state.step, step_s)
+        return Job(state.task.name, state.task.steps - state.step, step_s, devices=state.task.devices)
 
     def _new_choice(self) -> Choose:
         jobs = [self._job(state) for state in self.states.values() if state.status == "open"]
@@ -231,45 +304,89 @@ class Coordinator:
     def hear(self, device: int, answer: Message) -> None:
         """Take what a worker has said."""
         if answer["said"] == "died":
-            self._died(device, answer["how"])
-            return
-        if answer["said"] == "ended":
-            return
-        request = self.pending[device].pop(0)
-        state = self.states[request.task]
-        assert answer["task"] == request.task, "answers come in the order of requests"
-        if answer["said"] == "failed":
-            self._leave(state, "failed", answer["cause"])
-        elif answer["said"] == "parked":
-            state.at, state.step = None, answer["step"]
-            self._span(device, "EVICT", state, self._now_s - answer["end_s"], answer["end_s"])
-            self._move_s = max(answer["end_s"], 1e-3)
-            self._go_on(state)
-        else:
-            self._ran(device, state, answer)
+            self._died(device, answer)
+        elif answer["said"] != "ended":
+            request = self.pending[device].pop(0)
+            assert answer["task"] == request.task, "answers come in the order of requests"
+            self._take(request, device, answer)
         self._decide_rungs()
 
-    def _ran(self, device: int, state: TaskState, answer: Message) -> None:
-        steps = answer["step"] - answer["before"]
-        end_s = self._now_s
-        begin_s = end_s - answer["end_s"] - answer["run_s"]
-        if answer["open_s"] > 1e-3:
-            self._span(device, "FETCH", state, begin_s - answer["open_s"], answer["open_s"])
-        self._span(device, "RUN", state, begin_s, answer["run_s"] + answer["end_s"])
+    def _take(self, request: Request, device: int, answer: Message) -> None:
+        """Note an answer; act when it is whole."""
+        request.answers[device] = answer
+        if answer["said"] in ("died", "failed", "full") and request.fault_s is None:
+            request.fault_s = self._now_s
+        if len(request.answers) < len(request.devices):
+            return
+        state = self.states[request.task]
+        if request.kind == "park":
+            self._parked(request, state)
+        elif request.kind == "run" and state.status == "open":
+            self._answered(request, state)
+
+    def _answered(self, request: Request, state: TaskState) -> None:
+        """What has come of a run."""
+        died, full, failed = (request.said(word) for word in ("died", "full", "failed"))
+        if not (died or full or failed):
+            self._ran(request, state)
+            return
+        self._forget(state, request.devices)
+        if failed and (request.killed or not (died or full)):
+            self._leave(state, "failed", failed[0]["cause"])
+        elif died:
+            self._lost(state, request, died[0]["how"])
+        elif others := [s for s in self.states.values() if not set(s.at).isdisjoint(request.devices)]:
+            for other in others:
+                self._park_for(other, state)
+        else:
+            self._leave(state, "failed", full[0]["cause"])
+
+    def _parked(self, request: Request, state: TaskState) -> None:
+        """A task is closed: those that wait for this begin."""
+        for device, answer in request.answers.items():
+            if answer["said"] == "parked":
+                self._span(device, "EVICT", state, self._now_s - answer["end_s"], answer["end_s"])
+                self._move_s = max(answer["end_s"], 1e-3)
+        failed = request.said("failed", "full")
+        self._forget(state, request.devices if failed else ())
+        if failed and not request.said("died"):
+            self._leave(state, "failed", failed[0]["cause"])
+        for other in self.states.values():
+            if state.task.name in other.awaits:
+                other.awaits.discard(state.task.name)
+                if not other.awaits and other.status == "open":
+                    self._run(other)
+
+    def _forget(self, state: TaskState, devices: Block) -> None:
+        """A task is open no more: it stands at its checkpoint. What workers of `devices` hold of it is dropped."""
+        state.at, state.step = (), saved_step(self.directory, state.task.name)
+        for device in devices:
+            self._ask((device,), "drop", state.task.name)
+
+    def _ran(self, request: Request, state: TaskState) -> None:
+        answers = list(request.answers.values())
+        answer = answers[0]
+        run_s, open_s, end_s = min(a["run_s"] for a in answers), answer["open_s"], answer["end_s"]
+        steps, now_s = answer["step"] - answer["before"], self._now_s
+        begin_s = now_s - end_s - run_s
+        for device in request.devices:
+            if open_s > 1e-3:
+                self._span(device, "FETCH", state, begin_s - open_s, open_s)
+            self._span(device, "RUN", state, begin_s, run_s + end_s)
+            self._last[device] = state.task.name
         if steps > 0:
-            state.step_s = answer["run_s"] / steps
+            state.step_s = run_s / steps
             state.deaths = 0
-        state.busy_s += answer["run_s"]
-        state.step, state.busy_on, self._last[device] = answer["step"], None, state.task.name
-        state.at = None if answer["done"] else device
+        state.busy_s += run_s
+        state.step, state.busy_on = answer["step"], ()
+        state.at = request.devices
         state.loss = state.loss if answer["loss"] is None else answer["loss"]
         state.held_out = state.held_out if answer["held_out"] is None else answer["held_out"]
         if answer["done"]:
             self._leave(state, "done", "")
         if self.on_report is not None:
-            word = self.on_report(
-                state.task.name, state.step, {"loss": state.loss, "held_out": state.held_out}
-            )
+            metrics = {"loss": state.loss, "held_out": state.held_out}
+            word = self.on_report(state.task.name, state.step, metrics)
             if word not in (None, "go", "stop"):
                 raise ValueError(f"on_report returned {word!r}; legal: 'go', 'stop' or None")
             if word == "stop" and state.status == "open":
@@ -277,46 +394,36 @@ class Coordinator:
 
     def _leave(self, state: TaskState, status: Status, cause: str) -> None:
         """A task is over. What is open of it is saved."""
-        state.status, state.cause, state.busy_on, state.moves_to = status, cause, None, None
         self._journal.write(
-            at_s=self._now_s, decision=status, task=state.task.name, step=state.step, device=state.at,
-            cause=cause, held_out=state.held_out,
+            at_s=self._now_s, decision=status, task=state.task.name, step=state.step,
+            devices=state.at or state.busy_on, cause=cause,
+            held_out=state.held_out,
         )  # fmt: skip
-        if state.at is not None and status == "stopped":
+        state.status, state.cause, state.busy_on, state.claims = status, cause, (), ()
+        if state.at and status == "stopped":
             self._ask(state.at, "park", state.task.name)
-        state.at = None
+        state.at = ()
         if any(each.status == "open" for each in self.states.values()):
             self._choose = self._new_choice()
 
-    def _go_on(self, state: TaskState) -> None:
-        """A task has been parked: the device that waits for it begins."""
-        device, state.moves_to = state.moves_to, None
-        if device is not None and state.status == "open":
-            self._run(device, state)
-
-    def _died(self, device: int, how: str) -> None:
+    def _died(self, device: int, answer: Message) -> None:
         """A worker is lost, and with it what its tasks have done since their checkpoints."""
         lost, self.pending[device] = self.pending[device], []
-        running = next((request.task for request in lost if request.kind == "run"), None)
-        for name, state in self.states.items():
-            if state.at == device or name == running:
-                state.at, state.step = None, saved_step(self.directory, name)
-                if name == running:
-                    state.busy_on = None
-        if running is not None:
-            state = self.states[running]
-            state.deaths += 1
-            self._journal.write(
-                at_s=self._now_s, decision="died", task=running, step=state.step, device=device, cause=how
-            )
-            if state.deaths >= MOST_DEATHS:
-                cause = (
-                    f"its process died {state.deaths} times after step {state.step}, the last time by {how}"
-                )
-                self._leave(state, "failed", cause)
+        for state in self.states.values():
+            if device in state.at:
+                self._forget(state, tuple(other for other in state.at if other != device))
         for request in lost:
-            if request.kind == "park":
-                self._go_on(self.states[request.task])
+            self._take(request, device, answer)
+
+    def _lost(self, state: TaskState, request: Request, how: str) -> None:
+        """A worker died while it trained this task."""
+        state.deaths, state.busy_on = state.deaths + 1, ()
+        self._journal.write(
+            at_s=self._now_s, decision="died", task=request.task, step=state.step, devices=request.devices, cause=how
+        )  # fmt: skip
+        if state.deaths >= MOST_DEATHS:
+            cause = f"its process died {state.deaths} times after step {state.step}, the last time by {how}"
+            self._leave(state, "failed", cause)
 
     # ---- rungs ----
 
@@ -331,7 +438,7 @@ class Coordinator:
             racing = [s for s in self.states.values() if s.status == "open" and s.task.steps > rung]
             if rung in self._decided or not racing:
                 continue
-            if any(s.step < rung or s.busy_on is not None for s in racing):
+            if any(s.step < rung or s.busy_on or s.claims for s in racing):
                 return
             metrics = {s.task.name: self._metric(s, rung) for s in racing}
             if any(metric is None for metric in metrics.values()):
@@ -367,7 +474,10 @@ class Coordinator:
             (state.task.name, state.step - self._first[state.task.name], state)
             for state in self.states.values()
         ]
-        return [Job(name, max(steps, 0), state.busy_s / max(steps, 1)) for name, steps, state in made]
+        return [
+            Job(name, max(steps, 0), state.busy_s / max(steps, 1), devices=state.task.devices)
+            for name, steps, state in made
+        ]
 
     @property
     def _now_s(self) -> float:

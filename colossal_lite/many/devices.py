@@ -2,7 +2,7 @@
 
 Note: two kinds of devices.
 Each process of the launch supervises one worker, through a pipe.  Rank 0 reaches the workers of other ranks through the
-key-value store of the launch: `do/RANK/N` is the N-th request to a rank, `said/RANK/N` its N-th answer.
+key-value store of the launch. `do/RANK/N` is the N-th request to a rank, and `said/RANK/N` its N-th answer.
 """
 
 from __future__ import annotations
@@ -66,6 +66,10 @@ class OwnDevice:
         self._started_s, self._is_ready = time.monotonic(), False
 
     def send(self, request: Message) -> None:
+        """Hand a request to the worker, or end it: {"do": "kill"}."""
+        if request["do"] == "kill":
+            self._process.kill()
+            return
         try:
             self.pipe.send(request)
         except OSError:  # it has died, as `answers` will find

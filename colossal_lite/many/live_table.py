@@ -53,7 +53,7 @@ class LiveTable:
         table = Table("task", "status", "step", "loss", "device", "waited")
         long_s = max(time.monotonic() - self._begun_s, 1e-9)
         for name, state in self._coordinator.states.items():
-            device = "" if state.busy_on is None else str(state.busy_on)
+            device = ", ".join(map(str, state.busy_on))
             table.add_row(
                 name, state.status, f"{state.step:,} of {state.task.steps:,}",
                 number(state.loss), device,

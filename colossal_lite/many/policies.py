@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from colossal_lite.many.jobs import Job
+from colossal_lite.many.jobs import Job, block_of, spread_s
 
 PolicyName = Literal["fifo", "random", "sjf", "lrtf", "lrtf_affinity", "mcnaughton", "link"]
 AFFINITY = 1.1
@@ -123,25 +123,25 @@ def mcnaughton(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
 def wrap_around(jobs: Sequence[Job], devices: int) -> Sequence[Sequence[tuple[str, int]]]:
     """For each device its jobs in order, each with the steps that are left when it leaves the device.
 
-    The jobs are laid one behind another and cut at every bound; at most devices - 1 are cut."""
-    bound_s = max(sum(job.alone_s for job in jobs) / devices, *(job.alone_s for job in jobs))
+    The jobs are laid one behind another and cut at every bound; at most devices - 1 are cut.  The largest gangs are
+    laid first, each on the blocks of its size."""
+    bound_s = spread_s([(job.alone_s, job.devices) for job in jobs], devices)
     lists: list[list[tuple[str, int]]] = [[] for _ in range(devices)]
-    device, at_s = 0, 0.0
-    for job in jobs:
-        if not job.left:
-            continue
-        one_s = job.alone_s / job.left
-        fits = job.left if one_s == 0 else round((bound_s - at_s) / one_s)
-        if fits < job.left and device + 1 < devices:
-            if (
-                fits > 0
-            ):  # the end of this device: the job's last steps, as the next one begins with its first
-                lists[device].append((job.task, 0))
-            device, at_s = device + 1, (job.left - max(fits, 0)) * one_s
-            lists[device].append((job.task, max(fits, 0)))
-        else:
-            lists[device].append((job.task, 0))
-            at_s += job.alone_s
+    filled_s, device = [0.0] * devices, 0
+    for job in sorted(jobs, key=lambda job: -job.devices):
+        left, one_s = job.left, job.alone_s / max(job.left, 1)
+        while left:
+            block = block_of(device, job.devices)
+            begin_s = max(filled_s[each] for each in block)
+            fits = left
+            if block.stop < devices and one_s:
+                fits = min(left, max(0, round((bound_s - begin_s) / one_s)))
+            for each in block if fits else ():
+                # a job that is cut has its last steps at the end of a device, and its first on the next
+                lists[each].append((job.task, job.left - left))
+                filled_s[each] = begin_s + fits * one_s
+            left -= fits
+            device = block.stop if left else device
     return lists
 
 

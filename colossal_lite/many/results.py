@@ -121,7 +121,7 @@ def write_result(
     drawn = svg(timeline.spans, devices, words)
     facts = {
         "tasks": list(rows), "devices": devices,
-        "jobs": [[job.task, job.left, job.step_s] for job in jobs],
+        "jobs": [[job.task, job.left, job.step_s, job.devices] for job in jobs],
         "spans": [[span.device, list(span.action), span.start_s, span.end_s] for span in spans],
     }  # fmt: skip
     _write(directory / RESULT, json.dumps(facts))
@@ -141,7 +141,7 @@ def read_result(directory: Path) -> ManyResult:
         )
         for row in found["tasks"]
     }  # fmt: skip
-    jobs = [Job(task, left, step_s) for task, left, step_s in found["jobs"]]
+    jobs = [Job(task, left, step_s, devices=devices) for task, left, step_s, devices in found["jobs"]]
     spans = [
         Span(device, Action(*action), start_s, end_s) for device, action, start_s, end_s in found["spans"]
     ]
@@ -151,7 +151,7 @@ def read_result(directory: Path) -> ManyResult:
 def measured_step_s(directory: Path) -> dict[str, float]:
     """Seconds of a step of each task that the last session in this directory has trained."""
     jobs = RunFiles(directory).mapping(RESULT).get("jobs", [])
-    return {task: step_s for task, left, step_s in jobs if left and step_s > 0}
+    return {task: step_s for task, left, step_s, _ in jobs if left and step_s > 0}
 
 
 def _page(result: ManyResult, drawn: str) -> str:

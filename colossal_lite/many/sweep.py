@@ -15,7 +15,7 @@ from colossal_lite.config.errors import nearest
 from colossal_lite.config.source import read_source
 from colossal_lite.many.task import Halving, Task, lay_over
 
-OF_A_TASK = ("build", "data", "evaluate", "criterion", "steps", "global_batch", "config", "step_s")
+OF_A_TASK = ("build", "data", "evaluate", "criterion", "steps", "global_batch", "devices", "config", "step_s")
 TOP = (*OF_A_TASK, "directory", "policy", "save_every", "stop", "task", "grid")
 FUNCTIONS = ("build", "data", "evaluate", "criterion")
 
@@ -112,13 +112,14 @@ def _task(
         )
     if missing or None in found.values():
         return None
-    for key in ("steps", "global_batch"):
-        if not isinstance(row[key], int) or isinstance(row[key], bool):
-            problems.append(f"{name}: {key}={row[key]!r}; legal: a whole number")
+    numbers = {key: row.get(key, 1) for key in ("steps", "global_batch", "devices")}
+    for key, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            problems.append(f"{name}: {key}={value!r}; legal: a whole number")
             return None
     build = partial(found.pop("build"), **keywords) if keywords else found.pop("build")
     config = lay_over(row.get("config", {}), settings)
-    return Task(name, build, steps=row["steps"], global_batch=row["global_batch"], config=config, **found)
+    return Task(name, build, config=config, **numbers, **found)
 
 
 def _function(where: str, text: Any, problems: list[str]) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import nn
 
 from colossal_lite.config.config import Config
+from colossal_lite.many.jobs import gang_fault
 from colossal_lite.many.policies import POLICIES
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
@@ -21,12 +22,13 @@ Build = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One training of `train_many`, on one device.
+    """One training of `train_many`, on one device or a gang of them.
 
     `build`, `criterion`: as `cl.initialize` takes a model and a criterion.  `data`: as `Run.batches` takes a dataset,
     with a length, or a function of no argument that returns one.  `steps`: optimizer steps.  `global_batch`: samples of
     a step.  `evaluate`: held-out data, whose mean loss is told after the last step.  `config`: settings of this task,
-    which lie over the shared ones."""
+    which lie over the shared ones.  `devices`: how many train it at once, as ranks of a world of its own. It divides
+    the number of all."""
 
     name: str
     build: Build
@@ -37,7 +39,6 @@ class Task:
     config: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     criterion: Any = field(default=None, kw_only=True)
     devices: int = field(default=1, kw_only=True)
-    """1: gangs are not built."""
 
     def settings(self, shared: Mapping[str, Any]) -> dict[str, Any]:
         """The shared settings with those of this task over them."""
@@ -77,11 +78,12 @@ def check(
     policy: str,
     stop: Halving | None,
     save_every: int | None,
+    devices: int,
 ) -> None:
-    """Raise one ValueError with everything that is wrong with the request."""
+    """Raise one ValueError with everything that is wrong with the request, for so many devices."""
     problems = [*_of_all(tasks, policy, stop, save_every)]
     for task in tasks:
-        problems += [f"task {task.name!r}: {problem}" for problem in _of_task(task, shared)]
+        problems += [f"task {task.name!r}: {problem}" for problem in _of_task(task, shared, devices)]
     if problems:
         raise ValueError("\n".join(["train_many cannot begin:", *(f"  {problem}" for problem in problems)]))
 
@@ -112,7 +114,7 @@ def _of_all(
         yield f"stop.metric='held_out': {', '.join(without)} have no evaluate; legal: evaluate for every task"
 
 
-def _of_task(task: Task, shared: Mapping[str, Any]) -> Iterator[str]:
+def _of_task(task: Task, shared: Mapping[str, Any], devices: int) -> Iterator[str]:
     if not NAME.fullmatch(task.name):
         yield "the name is also a folder; legal: up to 128 letters, digits and . _ = , + -, the first a letter or digit"
     if not callable(task.build):
@@ -126,12 +128,13 @@ def _of_task(task: Task, shared: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: a {type(given).__name__} has no length; legal: a dataset with one, or a function of one"
     if task.data is None:
         yield "data=None; legal: a dataset, or a function that returns one"
-    if task.devices != 1:
-        yield f"devices={task.devices}: a gang of devices is not built; legal: 1"
+    if fault := gang_fault(task.devices, devices):
+        yield fault
+        return
     try:
         config = Config.load(task.settings(shared))
         config.check_built()
-        config.check_world(1)
+        config.check_world(task.devices)
     except ValueError as error:
         yield str(error).replace("\n", "\n    ")
 
@@ -140,7 +143,7 @@ def fingerprint(tasks: Sequence[Task], shared: Mapping[str, Any]) -> dict[str, s
     """For each task what its directory is compared by: a hash of steps, batch and every resolved setting."""
 
     def of(task: Task) -> str:
-        config = Config.load(task.settings(shared)).check_world(1)
+        config = Config.load(task.settings(shared)).check_world(task.devices)
         facts = [task.steps, task.global_batch, config.values()]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -25,7 +25,13 @@ def settings_of(task: Task, shared: Mapping[str, Any], data: Any) -> Config:
     """The settings of a task; under a device budget, those by which it trains within it (planner/spill.py)."""
     config = Config.load(task.settings(shared))
     tokens = _tokens_of(task, data)
-    if config.memory.device_budget is None or isinstance(task.build, nn.Module) or tokens is None:
+    is_alone = task.devices == 1  # the ways are those of one device
+    if (
+        config.memory.device_budget is None
+        or isinstance(task.build, nn.Module)
+        or tokens is None
+        or not is_alone
+    ):
         return config
     found = spill(config, task.build, batch=task.global_batch, sequence=tokens)
     if len(found.ways) > 1:
@@ -35,8 +41,8 @@ def settings_of(task: Task, shared: Mapping[str, Any], data: Any) -> Config:
 
 
 def plan_of(task: Task, shared: Mapping[str, Any]) -> RunPlan | None:
-    """Bytes of a step of a task on one device; None where they are not known. Raises ConfigError for a task that cannot
-    be planned, and ValueError for data without a length."""
+    """Bytes of a step of a task on each of its devices; None where they are not known. Raises ConfigError for a task
+    that cannot be planned, and ValueError for data without a length."""
     data = data_of(task.data)
     tokens = _tokens_of(task, data)
     if tokens is None or isinstance(task.build, nn.Module):
@@ -47,7 +53,7 @@ def plan_of(task: Task, shared: Mapping[str, Any]) -> RunPlan | None:
             task.build,
             batch=task.global_batch,
             sequence=tokens,
-            world_size=1,
+            world_size=task.devices,
         )
     except ValuesError:
         return None

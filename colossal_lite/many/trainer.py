@@ -32,15 +32,17 @@ SWEEP = "sweep.json"
 
 
 def train(
-    tasks: Sequence[Task], context: Context, *, launch: Launch, prepare: Callable[[], object],
-    config: Mapping[str, Any], directory: str | Path, policy: PolicyName = "link", stop: Halving | None = None,
-    on_report: OnReport | None = None, save_every: int | None = None, resume: bool = False,
+    tasks: Sequence[Task], context: Context, *, launch: Launch, serve: Callable[[], tuple[object, int]],
+    prepare: Callable[[], object], config: Mapping[str, Any], directory: str | Path, policy: PolicyName = "link",
+    stop: Halving | None = None, on_report: OnReport | None = None, save_every: int | None = None,
+    resume: bool = False,
 ) -> ManyResult:  # fmt: skip
     """As `launcher.train_many`, in the context of its supervisors: a rank for each device. Collective.
 
-    `launch`: opens the context of a task, in a worker.  `prepare`: called first in each worker.
+    `launch`: opens the context of a task, in a worker.  `serve`: serves the store where gangs meet; its port.
+    `prepare`: called first in each worker.
     """
-    check(tasks, config, policy, stop, save_every)
+    check(tasks, config, policy, stop, save_every, context.world_size)
     directory = Path(directory)
     claims = FolderClaims()
     context.on_close(claims.close)
@@ -50,8 +52,10 @@ def train(
     try:
         if context.is_main:
             others: list[Device] = [OtherDevice(context, rank) for rank in range(1, context.world_size)]
-            leader = _Leader(context, own, others, directory)
+            server, port = serve()  # held while the tasks train
+            leader = _Leader(context, own, others, directory, port)
             leader.run(tasks, policy, stop, on_report)
+            del server
         else:
             relay(own, context)
     finally:
@@ -104,8 +108,10 @@ def _refused(claims: FolderClaims, ours: Mapping[str, str], directory: Path, res
 class _Leader:
     """Rank 0: hears the workers, and lets the coordinator decide."""
 
-    def __init__(self, context: Context, own: OwnDevice, others: Sequence[Device], directory: Path) -> None:
-        self._context, self._own, self._directory = context, own, directory
+    def __init__(
+        self, context: Context, own: OwnDevice, others: Sequence[Device], directory: Path, port: int
+    ) -> None:
+        self._context, self._own, self._directory, self._port = context, own, directory, port
         self._devices: list[Device] = [own, *others]
         self._watch = Watch(context)
 
@@ -114,7 +120,7 @@ class _Leader:
     ) -> None:
         coordinator = Coordinator(
             tasks, self._directory, policy, stop, on_report, len(self._devices), self._context.config.seed,
-            lambda device, request: self._devices[device].send(request),
+            self._port, lambda device, request: self._devices[device].send(request),
         )  # fmt: skip
         table = LiveTable(coordinator)
         try:
@@ -125,6 +131,7 @@ class _Leader:
                     elif not any(coordinator.pending):
                         break
                     self._hear(coordinator)
+                    coordinator.end_hung()
                     table.show()
                 table.show(last=True)
             self._end()

@@ -2,8 +2,8 @@
 
 Note: the life of a worker.
 A worker has one device. It keeps the engines of its tasks open, so going from one to another costs nothing.  A task
-leaves by a checkpoint, and its next worker goes on from there.  An error of a task closes that task alone.  Where the
-device has no memory for one more engine, the others are parked.
+leaves by a checkpoint, and its next worker goes on from there.  An error of a task closes that task alone.
+The workers of a gang get the same requests in the same order. Each is a rank of the gang's world.
 Stop signals are for the supervisor. The worker ends when its supervisor does, without saving.
 """
 
@@ -104,9 +104,10 @@ def _write_into(log: Path) -> None:
 class OpenTask:
     """The engine of one task, and the position in its data."""
 
-    def __init__(self, order: Order, task: Task, config: Config, data: Any) -> None:
+    def __init__(self, order: Order, task: Task, config: Config, data: Any, place: Mapping[str, Any]) -> None:
+        """`place`: rank and world of this worker, and where its gang meets."""
         self.task = task
-        self.context = order.launch(config, rank=0, world_size=1)
+        self.context = order.launch(config, **place)
         try:
             build = copy.deepcopy(task.build) if isinstance(task.build, nn.Module) else task.build
             engine = initialize(build, context=self.context, criterion=task.criterion)
@@ -145,7 +146,7 @@ class OpenTask:
 
 
 class Worker:
-    """The open tasks of one device, the one used last at the end."""
+    """The open tasks of one device."""
 
     def __init__(self, order: Order) -> None:
         self._order, self._tasks = order, {task.name: task for task in order.tasks}
@@ -155,27 +156,26 @@ class Worker:
 
     def answer(self, request: Message) -> Message:
         """Do what is asked. What goes wrong in a task is its answer."""
-        name = request["task"]
+        name, do = request["task"], request["do"]
         try:
-            if request["do"] == "park":
+            if do == "park":
                 return {"said": "parked", "task": name, **self._park(name)}
-            try:
-                return self._run(**{key: value for key, value in request.items() if key != "do"})
-            except (torch.OutOfMemoryError, MemoryError) as error:
-                if not self._close(name, error):
-                    raise
-                self.park_all()
+            if do == "drop":
+                self._close(name, RuntimeError("a worker of its gang has ended"))
+                return {"said": "dropped", "task": name}
             return self._run(**{key: value for key, value in request.items() if key != "do"})
         except (Exception, SystemExit) as error:
             traceback.print_exc()
             sys.stderr.flush()
             self._close(name, error)
-            return {"said": "failed", "task": name, "cause": f"{type(error).__name__}: {error}"}
+            said = "full" if isinstance(error, torch.OutOfMemoryError | MemoryError) else "failed"
+            return {"said": said, "task": name, "cause": f"{type(error).__name__}: {error}"}
 
-    def _run(self, task: str, to: int, evaluates: bool) -> Message:
+    def _run(self, task: str, to: int, evaluates: bool, place: Mapping[str, Any]) -> Message:
         begun_s = time.monotonic()
-        held = self._open.pop(task, None) or self._opened(self._tasks[task])
-        self._open[task] = held
+        if task not in self._open:
+            self._open[task] = self._opened(self._tasks[task], place)
+        held = self._open[task]
         opened_s, before = time.monotonic(), held.step
         loss = held.advance(to)
         ran_s = time.monotonic()
@@ -188,11 +188,11 @@ class Worker:
             "end_s": time.monotonic() - ran_s,
         }  # fmt: skip
 
-    def _opened(self, task: Task) -> OpenTask:
+    def _opened(self, task: Task, place: Mapping[str, Any]) -> OpenTask:
         data = data_of(task.data)
         if task.name not in self._configs:
             self._configs[task.name] = settings_of(task, self._order.shared, data)
-        return OpenTask(self._order, task, self._configs[task.name], data)
+        return OpenTask(self._order, task, self._configs[task.name], data, place)
 
     def _park(self, task: str) -> Message:
         begun_s = time.monotonic()
@@ -201,14 +201,12 @@ class Worker:
         return {"step": saved_step(self._order.directory, task), "end_s": time.monotonic() - begun_s}
 
     def park_all(self) -> None:
-        """Save and close every open task."""
-        for task in list(self._open):
+        """Save and close every open task, in an order that all workers of a gang have."""
+        for task in sorted(self._open):
             self._open.pop(task).close()
 
-    def _close(self, task: str, error: BaseException) -> int:
-        """Drop a task after an error; the number of tasks that were open beside it."""
-        others = len(self._open) - (task in self._open)
+    def _close(self, task: str, error: BaseException) -> None:
+        """Drop a task after an error."""
         if (held := self._open.pop(task, None)) is not None:
             with suppress(Exception, SystemExit):  # the first error is the one to tell
                 held.close(error)
-        return others

@@ -27,9 +27,9 @@ only the buffers of backward share an arena.  Take a 124M GPT in bf16 on 2 ranks
 - messages of a pipeline, and whatever is on the host.
 
 Note: high water.
-Planned and measured peaks are counted apart: the furthest byte in use, and the most bytes in use at once, in total and
-of each kind.  In a right plan both are equal.  Memory that is never taken, or for too long, is a wrong plan though
-no number is wrong.  A buffer that a copy removes counts as present until its planned end.
+Planned and measured peaks are counted apart. They are the furthest byte in use, and the most bytes in use at once, in
+total and of each kind.  In a right plan both are equal.  Memory that is never taken, or for too long, is a wrong plan
+though no number is wrong.  A buffer that a copy removes counts as present until its planned end.
 Cost: a sum over the buffers in use, at each allocation.
 """
 

@@ -455,7 +455,7 @@ class Chunk(LocalShard, WeightChunk):
         self._squares = tuple(self._squares_of(self.gradient))
 
     def free_gradient(self, *last: Transfer) -> None:
-        """Free the slot or the time-shared memory of the gradient, if it has one: nothing reads it any more, or, of a
+        """Free the slot or the time-shared memory of the gradient, if it has one. Nothing reads it any more, or, of a
         slot, only these transfers."""
         if self.frees_gradient_on_update:
             self.gradient = self.gradient[:0]

@@ -14,7 +14,7 @@ it.
 Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3.
 
 Every block has a checksum, taken when it is written and compared at each read.  A page that was flipped, lost,
-misplaced or not yet written is an error, never a number.  The check is always on: crc32 runs at 2.8 GB/s a thread, in
+misplaced or not yet written is an error, never a number.  The check is always on. crc32 runs at 2.8 GB/s a thread, in
 threads that wait for a disk of 1.5 GB/s.
 
 After a fault nothing is read or written any more: file and memory may be of different steps.  A system call that never

@@ -36,14 +36,14 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """The tensor that was `sent`, to be read without waiting for the device; else, or if it was changed since, the
+    """The tensor that was `sent`, to be read without waiting for the device. Else, or if it was changed since, the
     tensor itself."""
     host, version = getattr(tensor, _SENT, (None, 0))
     return tensor if host is None or version != tensor._version else host
 
 
 def sent_back(tensor: Tensor) -> Tensor:
-    """A small tensor on the host, itself if it is there. From CUDA the host goes on at once: it is right when the host
+    """A small tensor on the host, itself if it is there. From CUDA the host goes on at once. It is right when the host
     has next waited for what the device does."""
     if not tensor.is_cuda:
         return tensor

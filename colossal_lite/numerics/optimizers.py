@@ -4,7 +4,7 @@ Note: a rule.
 A rule names the state tensors that it keeps beside the master weights, and updates tensors in place.  An elementwise
 rule (AdamW, Adam, SGD, Lion) updates any flat range of a chunk, with the same bits: a full chunk, a range around unused
 parameters, a ZeRO shard.  The others (LAMB, Muon) update one full parameter in its own shape. They raise where a rank
-holds only a part of one.  The gradient is unscaled: the update divides it by `grad_scale` (token count over the clip
+holds only a part of one.  The gradient is unscaled. The update divides it by `grad_scale` (token count over the clip
 factor), which costs AdamW, SGD and Lion no pass.  `OPTIMIZERS` is the table: a rule is one class and one line.
 """
 
@@ -275,7 +275,7 @@ class Muon:
     """Momentum, orthogonalised (Jordan et al., "Muon", 2024; 2502.16982): torch's steps.
 
     The iteration runs in bfloat16 where the model computes in 16 bits, as torch's always does.  Elsewhere it runs in
-    the gradient's dtype: bfloat16 would turn the last bit of a sum over ranks into its third digit.
+    the gradient's dtype. bfloat16 would turn the last bit of a sum over ranks into its third digit.
     """
 
     is_elementwise: ClassVar[bool] = False

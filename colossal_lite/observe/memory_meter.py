@@ -2,8 +2,8 @@
 
 Note: storages, not tensors.
 Views share their bytes, so each storage counts once, from the operation that makes it until it is freed.  The meter
-sees every operation of torch's dispatcher while it is active.  So it also works on meta tensors, which hold no bytes:
-the planner measures a run that way without its devices.  The storages alive at the end of a forward pass are those that
+sees every operation of torch's dispatcher while it is active.  So it also works on meta tensors, which hold no bytes.
+The planner measures a run that way without its devices.  The storages alive at the end of a forward pass are those that
 autograd saves for backward, recomputation included.  It does not see workspace inside one operation.
 """
 

@@ -8,8 +8,8 @@ weights are copied back from there.  Where a float32 master exists, the update o
 State on the host is updated in place.  Updates run one after the other on one thread, so the computing thread does not
 wait.  An update follows its copies to the host, and its copy back follows it.  A reader of the weights waits for this
 last copy alone (`arrived`), with the timeout of all links.  It gets the error of any of these.  The op is the one that
-the device would run, on the same numbers in the same order.  So an emulated device gives the same bits, and a GPU gives
-those of the CPU's op.  Bytes over the link, for one element:
+the device would run, on the same numbers in the same order.  So an emulated device gives the same bits.  So does a
+GPU with AdamW, SGD and Lion by Triton (kernels/optimizer_triton.py).  Bytes over the link, for one element:
     bf16 weights, float32 masters    4 to the host and 2 back; a copied AdamW record takes 12 each way
     float32 weights                  8 to the host and 4 back; a copied AdamW record takes 8 each way
 Source: arXiv 2101.06840 (AdamW on the host), 2410.21316 (on either side, chunk by chunk).

@@ -319,7 +319,7 @@ def _linear_roles(found: _Found) -> dict[str, str]:
 
 
 def shares_of(owners: Sequence[int], parts: int) -> tuple[int, ...] | None:
-    """The proportions of the blocks of rows, each cut into equal parts in order; None if the rows have no such order.
+    """The proportions of the blocks of rows, each cut into equal parts in order. None if the rows have no such order.
 
     `owners`: the part of each row, or -1 for a unit that was zero in the run (ReLU). Where most rows are known, the
     others follow."""

@@ -3,8 +3,10 @@
 Note: which heads, and what the model sees.
 A head computes the loss if the logits that forward returns are what one linear without bias gives, untouched.  A copy
 of the model that has no values is run once to see it.  The engine gives the head its labels; then the head gives
-`UnmadeLogits`.  Code or a hook that reads those gets true logits, made then; the loss is that of the head still, and
+`UnmadeLogits`.  Code or a hook that reads those gets true logits, made then. The loss is that of the head still, and
 that of the logits if they were written to.  A user's own criterion gets logits.
+Backward needs no weight of the head, but says that it reads it.  So at ZeRO-3 the order of weights is that of a
+user's own loop, whose backward does read it.
 """
 
 from __future__ import annotations
@@ -113,16 +115,25 @@ class FusedHead:
                 start=mode.coord * len(weight), vocabulary=mode.vocabulary,
                 gather=lambda stats: mode.comm.all_gather(stats.unsqueeze(0)),
             )  # fmt: skip
-        loss = self.ops.linear_cross_entropy(rows, weight, labels, scale=self._scale, **cut)
+        total, count = self.ops.linear_cross_entropy(rows, weight, labels, scale=self._scale, **cut)
 
         def make() -> Tensor:
             logits = linear(rows, head.weight, None, head.weight_grad_store)
             return logits if mode is None else head.with_padding(logits)
 
-        return UnmadeLogits.of(rows, len(weight), make, loss)
+        return UnmadeLogits.of(rows, len(weight), make, (_read_in_backward(total, head.weight), count))
 
     def _linear(self, x: Tensor) -> Tensor:
         return linear(x, self.head.weight, None, self.head.weight_grad_store)
+
+
+def free_head(module: nn.Module) -> None:
+    """Undo `fuse_head`."""
+    for owner in module.modules():
+        if isinstance(owner.__dict__.get("forward"), FusedHead):
+            del owner.forward
+            if not isinstance(owner, Head):
+                del owner.weight_grad_store
 
 
 def fuse_head(module: nn.Module, name: str | None, ops: Ops, *, is_cut: bool) -> FusedHead | None:
@@ -138,9 +149,7 @@ def fuse_head(module: nn.Module, name: str | None, ops: Ops, *, is_cut: bool) ->
 def head_of(module: nn.Module) -> str | None:
     """The name of the linear that gives the logits of `module`, as they are. None if there is none, or if the module
     does not run on ids without values."""
-    for owner in module.modules():
-        if isinstance(owner.__dict__.get("forward"), FusedHead):  # of an engine that was closed
-            del owner.forward
+    free_head(module)  # of an engine that was closed
     if type(module) is GPT:
         return "head"
     gave: list[tuple[str, Tensor]] = []
@@ -173,6 +182,23 @@ class _Ones(TorchFunctionMode):
 def _unmade(x: Tensor) -> Tensor:
     found = torch.empty_like(x, device="meta")
     return nn.Parameter(found, requires_grad=False) if isinstance(x, nn.Parameter) else found
+
+
+def _read_in_backward(x: Tensor, weight: Tensor) -> Tensor:
+    found: Tensor = _ReadInBackward.apply(x, weight)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _ReadInBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        _ = ctx.saved_tensors
+        return gradient, None
 
 
 def _deferring(weight: Tensor, store: WeightGradStore | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Decides how a norm runs where features are cut: as a LayerNorm or RMSNorm of ours, or by its own forward.
 
-Note: a norm is replaced where that is proven: on random rows in float64 the replacement returns the norm's output and
+Note: a norm is replaced where that is proven. On random rows in float64 the replacement returns the norm's output and
 all its gradients.  Any other norm keeps its forward, and sees all features: they are gathered before it and cut behind
 it.  That moves M elements of the stream each way.  A replaced norm moves one or two numbers a token.
 """

@@ -4,7 +4,7 @@ Note: binding.
 transformers looks up attention by a name in the model's config.  `bind` registers one function under our name.  It
 gives every attention module an `ops`, which `parallelize` fills as in our own model.  Nothing else of theirs changes,
 and no other model notices.  Under a name without a mask function transformers makes no mask.  So `causal` is read from
-the config, and `attention_mask` [B, T] says which keys are hidden; it is passed as [B, 1, 1, T], a shape that
+the config, and `attention_mask` [B, T] says which keys are hidden. It is passed as [B, 1, 1, T], a shape that
 transformers leaves alone.  What this attention cannot do is rejected by name.
 """
 

@@ -53,7 +53,7 @@ def base_of(wrapper: nn.Module) -> str | None:
 
 
 def with_adapters(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
-    """A plan for a model, some of whose linears have been wrapped since: a wrapping module becomes an `adapter`, its
+    """A plan for a model, some of whose linears have been wrapped since. A wrapping module becomes an `adapter`, its
     base takes the role of the linear. Names that differ in numbers alone share a line where all of them are wrapped."""
     found: dict[str, str] = {}
     for pattern, text in plan.items():

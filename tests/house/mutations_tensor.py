@@ -73,7 +73,10 @@ def _vocabulary_off_by_one(original: Any, *args: Any, **kwargs: Any) -> Any:
         result: torch.Tensor = ops.cross_entropy_partial(logits, labels, start + 1)
         return result
 
-    return replace(ops, cross_entropy_partial=partial)
+    def in_the_head(*args: Any, start: int, **kwargs: Any) -> Any:
+        return ops.linear_cross_entropy(*args, start=start + 1, **kwargs)
+
+    return replace(ops, cross_entropy_partial=partial, linear_cross_entropy=in_the_head)
 
 
 def _same_mask_on_every_part(original: Any, self: Any, name: str, parts: int = 1, part: int = 0) -> Any:

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from colossal_lite.kernels import TORCH, norm, select
+from colossal_lite.kernels import TORCH, Draws, norm, select
 from tests.shared.interpreter import sanitized
 from tests.shared.kernel_cases import (
     Case,
@@ -21,6 +21,16 @@ from tests.shared.kernel_cases import (
 )
 
 OPS = select("triton", "cpu", strict=True)
+HAVE_FMA = ("AVX2", "AVX512")
+_PLAIN = dict(step=100, lr=3e-4, eps=1e-8)
+OTHER_STEPS: dict[str, Any] = {
+    "adamw of small betas": lambda o, p, g, m, v, **k: o.adamw_(
+        p, g, m, v.abs_(), **_PLAIN, beta1=0.4, beta2=0.5, weight_decay=0.1, **k
+    ),
+    "adamw without decay": lambda o, p, g, m, v, **k: o.adamw_(
+        p, g, m, v.abs_(), **_PLAIN, beta1=0.9, beta2=0.999, weight_decay=0.0, **k
+    ),
+}
 CARRY = 8 * 2**32  # where the counter needs more than 32 bits
 
 
@@ -66,6 +76,38 @@ def test_a_step_on_bf16_moments_is_one_on_float32_ones_rounded_by_the_same_words
     with sanitized():
         for numel, first in ((0, 0), (1, 4), (1024, 0), (2500, (1 << 34) + 64)):
             check_narrow(OPS, numel, first=first, split_=split_)
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in HAVE_FMA, reason="a CPU without FMA rounds more often"
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*optimizer_steps(), "adamw of small betas", "adamw without decay"])
+def test_a_step_has_the_bits_of_the_one_on_the_host(name: str, dtype: torch.dtype) -> None:
+    """So a chunk may be updated on either side of a link; numbers over 60 binary orders, and gradients of zero."""
+    step = {**optimizer_steps(), **OTHER_STEPS}[name]
+    generator = torch.Generator().manual_seed(1)
+    for numel, scale in ((64, 1.0), (1024, 0.37), (40_000, torch.tensor(1.7))):
+        p, g, m, v = (torch.randn(numel, generator=generator) for _ in range(4))
+        g = (g * torch.exp2(torch.randint(-30, 30, (numel,), generator=generator).float())).to(dtype)
+        g[::7] = 0
+        found = []
+        for ops in (OPS, TORCH):
+            state = [p.clone(), g.clone(), m.clone(), v.clone(), p.bfloat16()]
+            step(ops, *state[:4], grad_scale=scale, low=state[4])
+            found.append([*state[:1], *state[2:]])
+        assert all(map(torch.equal, *found)), f"{name} {numel}"
+
+
+def test_an_engine_s_step_on_narrow_moments_has_the_bits_of_the_host_s() -> None:
+    generator = torch.Generator().manual_seed(1)
+    p, g, m, v = (torch.randn(2500, generator=generator) for _ in range(4))
+    found = []
+    for ops in (OPS, TORCH):
+        state = [p.clone(), g.bfloat16(), m.bfloat16(), v.abs().bfloat16()]
+        optimizer_steps()["adamw"](ops, *state, grad_scale=0.37, draws=Draws((7, 1 << 31), 64))
+        found.append([state[0], *state[2:]])
+    assert all(map(torch.equal, *found))
 
 
 WIDE = [case for case in norm_cases() if "norm" in case.name and case.name.endswith(("37", "128"))]

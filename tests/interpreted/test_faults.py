@@ -93,7 +93,7 @@ FAULTS = [
      "-tl.load(dlse + at, mask=i < queries, other=0.0)", "attend causal"),
     ("_dropout_kernel", "value.to(tl.float32) * scale", "value.to(tl.float32)", "dropout 37"),
     ("_gradient_kernel", "2.0 * z_loss", "z_loss", LOSS),
-    ("_adamw_rule", "tl.sqrt(v) * correction2", "tl.sqrt(v)", "adamw 1024 by a number"),
+    ("_adamw_rule", "tl.div_rn(tl.sqrt_rn(v), root)", "tl.sqrt_rn(v)", "adamw 1024 by a number"),
     ("_gelu_parts", "h * tl.exp(-0.5 * h * h)", "tl.exp(-0.5 * h * h)", "gelu exact bias 37"),
     # a race, or a place outside
     ("_norm_backward", "dweight + program.to(tl.int64) * features", "dweight", "rms_norm 37"),

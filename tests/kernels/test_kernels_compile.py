@@ -68,6 +68,13 @@ SOUND = Row(
 )  # fmt: skip
 
 
+DRAWS = replace(SOUND.launch, kernel="_draw_kernel", options=(("enable_fp_fusion", False),))
+STEPS = replace(
+    DRAWS, kernel="_step_kernel", constants=(("RULE", "adamw"), ("BLOCK", 1024)),
+    options=(*DRAWS.options, ("num_warps", 4)),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("change", "ptx", "said"),
     [
@@ -77,7 +84,11 @@ SOUND = Row(
         (dict(registers=255, warps=16), "", "255 registers x 16 warps exceed 65536"),
         (dict(loads_128=0), "", "no 128-bit load"),
         (dict(tensor_core=0), "", "no tensor-core instruction"),
-        (dict(launch=replace(SOUND.launch, kernel="_draw_kernel")), "div.full.f32 %f1", "a division"),
+        (dict(launch=DRAWS), "div.full.f32 %f1", "div"),
+        (dict(launch=DRAWS), "sqrt.approx.f32 %f1", "approx"),
+        (dict(launch=replace(DRAWS, options=())), "", "may fuse"),
+        (dict(launch=STEPS), "fma.rn.f32 %f1\n" * 17, "17 fused multiply-adds a thread; the source has 16"),
+        (dict(launch=STEPS), "fma.rn.f32 %f1\n" * 15, "15 fused multiply-adds a thread; the source has 16"),
     ],
 )
 def test_a_kernel_that_breaks_a_rule_is_a_fault_of_the_gate(

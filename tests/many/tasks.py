@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import colossal_lite as cl
+from tests.shared.pool import RankEnv
 
 CONFIG: dict[str, Any] = dict(precision="fp64", optimizer=dict(type="adamw", lr=1e-2), seed=5, timeout_s=30)
 SHAPE = cl.models.GPTConfig(vocabulary=32, layers=1, heads=2, width=8, sequence=8, dropout=0.1)
@@ -58,6 +59,22 @@ class Dying(list[Any]):
         return super().__getitem__(index)
 
 
+class Raising(list[Any]):
+    """Data whose sample `at` cannot be read."""
+
+    def __init__(self, at: int = 12) -> None:
+        super().__init__(TRAIN)
+        self.at = at
+
+    def __reduce__(self) -> Any:
+        return Raising, (self.at,)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == self.at:
+            raise ValueError(f"sample {index} is torn")
+        return super().__getitem__(index)
+
+
 AWAY = dict(placement="static", host_fraction=dict.fromkeys(("weights", "gradients", "optimizer"), 1.0))
 STAGES = dict(size=1, schedule="bfs", stages_per_rank=3, micro_batches=2)
 SPILLED: dict[str, Any] = dict(
@@ -81,11 +98,11 @@ def task(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:
     return cl.Task(name, build, steps=steps, global_batch=4, config=config, **given)
 
 
-def alone(task: cl.Task, folder: Path) -> tuple[list[float], dict[str, torch.Tensor], float]:
-    """Losses, weights and held-out loss of a plain `cl.Run` of this task."""
+def alone(env: RankEnv, task: cl.Task, folder: Path) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    """Losses, weights and held-out loss of a plain `cl.Run` of this task in this world."""
     losses = []
     assert callable(task.build)
-    with cl.launch(task.settings(CONFIG), rank=0, world_size=1) as context:
+    with env.launch(task.settings(CONFIG)) as context:
         engine = cl.initialize(task.build, context=context)
         run = cl.Run(folder, engine)
         for batch in run.batches(task.data, steps=task.steps, global_batch=task.global_batch):

@@ -30,7 +30,7 @@ def written(folder: Path, text: str) -> Path:
 
 def test_the_example_spans_its_grid() -> None:
     sweep = read_sweep(ROOT / "examples" / "many_models" / "sweep.toml")
-    check(sweep.tasks, sweep.config, sweep.policy, sweep.stop, sweep.save_every)
+    check(sweep.tasks, sweep.config, sweep.policy, sweep.stop, sweep.save_every, 1)
     assert [task.name for task in sweep.tasks][:2] == ["width=32,lr=0.0003", "width=32,lr=0.001"]
     assert len(sweep.tasks) == 6 and sweep.directory == Path("runs/many_models")
     last: Any = sweep.tasks[-1]

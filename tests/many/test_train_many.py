@@ -19,16 +19,18 @@ import torch
 
 import colossal_lite as cl
 from colossal_lite.launcher import env as launcher_env
+from colossal_lite.launcher.start import launch_gang, serve_gangs
 from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, Candidate, Choose
 from colossal_lite.many.task import check, fingerprint
 from colossal_lite.many.trainer import train
 from colossal_lite.many.worker import Order, Worker, saved_step
 from tests.many import tasks as own
-from tests.many.tasks import CONFIG, TRAIN, Dying, task
+from tests.many.tasks import CONFIG, TRAIN, Dying, Raising, task
 from tests.shared.pool import RankEnv, run_world
 
 Found = dict[str, dict[str, Any]]
+pytestmark = pytest.mark.timeout(300)
 
 
 def elsewhere(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
@@ -57,7 +59,7 @@ def together(env: RankEnv, tasks: Sequence[cl.Task], folder: Path, how: Mapping[
         with env.launch(dict(backend="gloo", timeout_s=60)) as context:
             prepare = partial(launcher_env.show_one_device, env.rank)
             how = dict(directory=folder, config=CONFIG, on_report=on_report) | how
-            result = train(tasks, context, launch=cl.launch, prepare=prepare, **how)
+            result = train(tasks, context, launch=launch_gang, serve=serve_gangs, prepare=prepare, **how)
     except cl.Stopped:
         return None
     finally:
@@ -72,7 +74,7 @@ def together(env: RankEnv, tasks: Sequence[cl.Task], folder: Path, how: Mapping[
 def alone(env: RankEnv, tasks: Sequence[cl.Task], folder: Path) -> Found:
     found = {}
     for each in tasks:
-        losses, weights, held_out = own.alone(each, folder / each.name)
+        losses, weights, held_out = own.alone(env, each, folder / each.name)
         found[each.name] = dict(losses=losses, weights=weights, held_out=held_out)
     return found
 
@@ -84,12 +86,20 @@ def assert_as_alone(
     assert found is not None
     by_name = {name: task(name) for name in expected} | {each.name: each for each in tasks}
     weights = run_world(weights_of, 1, [by_name[name] for name in expected], folder)[0]
-    for name, by_itself in expected.items():
+    for name, its in expected.items():
         assert found[name]["status"] == "done", found[name]
-        assert found[name]["losses"] == by_itself["losses"], name
-        assert found[name]["held_out"] == by_itself["held_out"], name
-        assert by_itself["weights"].keys() == weights[name].keys()
-        assert all(torch.equal(by_itself["weights"][key], weights[name][key]) for key in weights[name]), name
+        assert found[name]["losses"] == its["losses"], name
+        assert found[name]["held_out"] == its["held_out"], name
+        assert its["weights"].keys() == weights[name].keys()
+        assert all(torch.equal(its["weights"][key], weights[name][key]) for key in weights[name]), name
+
+
+def by_themselves(tasks: Sequence[cl.Task], folder: Path) -> Found:
+    """Each task alone in a world of its size."""
+    found: Found = {}
+    for size in sorted({each.devices for each in tasks}):
+        found |= run_world(alone, size, [each for each in tasks if each.devices == size], folder)[0]
+    return found
 
 
 def weights_of(env: RankEnv, tasks: Sequence[cl.Task], folder: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -138,9 +148,9 @@ def test_a_stopped_run_goes_on_on_another_number_of_devices_and_halves_as_one_th
     folder, stop = tmp_path / "many", cl.Halving(rungs=(4,), keep=0.5)
     tasks = [*PLAIN, task("d", 1e-5)]
     how = dict(stop=stop, policy="lrtf")
-    assert run_world(together, 1, tasks, folder, how | dict(stop_at=5), timeout_s=100) == [None]
+    assert run_world(together, 1, tasks, folder, how | dict(stop_at=5), timeout_s=240) == [None]
     assert json.loads((folder / "result.json").read_text())["tasks"][0]["status"] == "open"
-    found = run_world(together, 2, tasks, folder, how | dict(resume=True), timeout_s=100)[0]
+    found = run_world(together, 2, tasks, folder, how | dict(resume=True), timeout_s=240)[0]
     kept = stop.kept({n: each["losses"][3] for n, each in expected.items()} | {"d": found["d"]["losses"][3]})
     assert {n for n in found if found[n]["status"] == "done"} == {*kept} and len(kept) == 2
     assert_as_alone(found, {n: expected[n] for n in kept if n in expected}, folder)
@@ -159,12 +169,49 @@ def test_tasks_larger_than_their_device_train_stage_by_stage_with_the_bits_of_no
         task("budget", 3e-3, 5, build=own.deep, config=own.BUDGET),
     ]
     unhurt = [replace(tasks[0], data=TRAIN), task("budget", 3e-3, 5, build=own.deep, config=free)]
-    by_themselves = run_world(alone, 1, unhurt, tmp_path)[0]
+    expected = by_themselves(unhurt, tmp_path)
     folder, how = tmp_path / "many", dict(policy="elsewhere", save_every=3)
-    found = run_world(together, 2, tasks, folder, how, timeout_s=100)[0]
-    assert_as_alone(found, by_themselves, folder, tasks)
+    found = run_world(together, 2, tasks, folder, how, timeout_s=240)[0]
+    assert_as_alone(found, expected, folder, tasks)
     told = "".join(path.read_text() for path in (folder / "logs").iterdir())
     assert "budget: ways to train within memory.device_budget" in told, told
+
+
+GANGS = [
+    task("pair", devices=2),
+    task("tensor", 3e-3, 8, devices=2, config=dict(parallel=dict(tensor=dict(mode="1d", size=2)))),
+]
+
+
+def test_gangs_meet_again_when_a_worker_dies_and_have_the_bits_of_a_world_of_their_size(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "many"
+    raises = task("raises", devices=2, data=Raising())
+    hurt = [
+        replace(GANGS[0], data=Dying(tmp_path / "killed", deaths=2)),
+        GANGS[1],
+        task("a"),
+        task("b", 3e-3, 9),
+    ]
+    expected = by_themselves([*GANGS, *hurt[2:]], tmp_path)
+    how = dict(policy="elsewhere", save_every=3)
+    found, same = run_world(together, 2, [*hurt, raises], folder, how, timeout_s=240)
+    assert found == same
+    assert_as_alone(found, expected, folder)
+    assert found["raises"]["cause"] == "ValueError: sample 12 is torn"
+    rows = [json.loads(row) for row in (folder / "journal.jsonl").read_text().splitlines()]
+    assert [row["devices"] for row in rows if row["decision"] == "died"] == [[0, 1]] * 2
+    runs = [row["devices"] for row in rows if row["decision"] == "run" and row["task"] == "pair"]
+    assert runs and all(devices == [0, 1] for devices in runs)
+
+
+def test_gangs_of_two_sizes_share_four_devices(tmp_path: Path) -> None:
+    """A gang of 4 and one of 2 are never open in one worker; a task of one device moves between them."""
+    folder = tmp_path / "many"
+    tasks = [task("four", 1e-2, 6, devices=4), GANGS[0], GANGS[1], task("a", 1e-2, 6)]
+    found = run_world(together, 4, tasks, folder, dict(policy="elsewhere"), timeout_s=240)[0]
+    assert_as_alone(found, by_themselves(tasks, tmp_path), folder)
 
 
 @pytest.mark.campaign
@@ -178,11 +225,11 @@ def test_kills_at_drawn_moments_change_no_bit(seed: int, expected: Found, tmp_pa
     how = dict(policy=draw.choice(list(POLICIES)), save_every=draw.choice([None, 1, 3, 5]))
     devices = draw.choice([1, 2, 4])
     found = run_world(
-        together, devices, tasks, folder, how | dict(stop_at=draw.choice([None, 1, 3, 6])), timeout_s=120
+        together, devices, tasks, folder, how | dict(stop_at=draw.choice([None, 1, 3, 6])), timeout_s=300
     )[0]
     if found is None:
         found = run_world(
-            together, draw.choice([1, 2, 4]), tasks, folder, how | dict(resume=True), timeout_s=120
+            together, draw.choice([1, 2, 4]), tasks, folder, how | dict(resume=True), timeout_s=300
         )[0]
     assert_as_alone(found, {**expected, "killed": expected["a"]}, folder)
 
@@ -190,9 +237,14 @@ def test_kills_at_drawn_moments_change_no_bit(seed: int, expected: Found, tmp_pa
 def by_turns(env: RankEnv, folder: Path) -> list[float]:
     """Seconds from a request to its first step, of two open tasks that train a step each, by turns."""
     prepare = partial(launcher_env.show_one_device, env.rank)
-    order = Order((task("a"), task("b")), CONFIG, folder, None, cl.launch, folder / "log", prepare)
+    order = Order((task("a"), task("b")), CONFIG, folder, None, launch_gang, folder / "log", prepare)
     worker = Worker(order)
-    asked = [dict(do="run", task=name, to=step, evaluates=False) for step in range(1, 4) for name in "ab"]
+    place = dict(rank=0, world_size=1)
+    asked = [
+        dict(do="run", task=name, to=step, evaluates=False, place=place)
+        for step in range(1, 4)
+        for name in "ab"
+    ]
     answers = [worker.answer(request) for request in asked]
     assert [answer["step"] for answer in answers] == [request["to"] for request in asked]
     assert not any(saved_step(folder, name) for name in "ab")
@@ -213,16 +265,16 @@ def test_everything_that_is_wrong_is_refused_at_once() -> None:
         task("h", evaluate=None),
     ]  # fmt: skip
     with pytest.raises(ValueError) as told:
-        check(tasks, CONFIG, "best", cl.Halving(metric="held_out", rungs=(9, 4), keep=2), 0)
+        check(tasks, CONFIG, "best", cl.Halving(metric="held_out", rungs=(9, 4), keep=2), 0, 3)
     for words in (
         "'a' names 2 tasks", "policy='best': no such policy; legal: fifo", "save_every=0", "stop.keep=2",
         "stop.rungs=(9, 4)", "f, g, h have no evaluate", "task '../b': the name is also a folder",
-        "task 'c': data: a list_iterator has no length", "task 'd': steps=0", "a gang of devices is not built",
+        "task 'c': data: a list_iterator has no length", "task 'd': steps=0", "devices=2 in a world of 3; legal: 1, 3",
         "task 'f': ", "optimizer.rate", "task 'g': ", "parallel.data",
     ):  # fmt: skip
         assert words in str(told.value), words
     with pytest.raises(ValueError, match="there is none"):
-        check([], CONFIG, "link", None, None)
+        check([], CONFIG, "link", None, None, 1)
 
 
 def refused(env: RankEnv, folder: Path) -> list[str]:

@@ -8,8 +8,8 @@ launches are noted instead of run, so what is compiled is what a GPU would be gi
 tiles.  (It also shows that no op waits for the device: meta tensors have no values.)  Triton's wheel holds
 ptxas, cuobjdump and nvdisasm.  A row fails if it spills, exceeds the shared memory of an architecture, streams
 without 128-bit loads, multiplies without tensor cores, multiplies sizes in 32 bits (which 2**31 elements overflow), or
-divides roughly where its bits are those of a CPU.  gfx942 has to compile; the rest of its rows is reported only.  Exit
-status 1 if a row fails.
+rounds otherwise than a CPU where its bits are those of one.  gfx942 has to compile; the rest of its rows is reported
+only.  Exit status 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -246,10 +246,24 @@ def faults(row: Row, ttir: str, ptx: str) -> list[str]:
         found.append("no 128-bit load")
     if row.launch.kernel in MULTIPLIES and not row.tensor_core:
         found.append("no tensor-core instruction")
-    if row.launch.kernel in DIVIDES_EXACTLY and "div.full" in ptx:
-        found.append("a division that is not rounded to nearest")
+    if row.launch.kernel in HAVE_THE_BITS_OF_A_CPU:
+        found += inexact(row.launch, ptx)
     narrow = narrow_products(ttir, is_short=row.launch.kernel in SHORT)
     return found + [f"a product of sizes in 32 bits: {line}" for line in narrow]
+
+
+def inexact(launch: Launch, ptx: str) -> list[str]:
+    """What would not have a CPU's bits: operations that are not rounded to nearest, and multiply-adds but those of the
+    source."""
+    found = [f"{word}, which is not rounded to nearest" for word in ROUGH if re.search(word, ptx)]
+    constants, options = dict(launch.constants), dict(launch.options)
+    if options.get("enable_fp_fusion", True):
+        found.append("the compiler may fuse a product and a sum")
+    if (rule := constants.get("RULE")) is not None:
+        due = FUSED[rule] * constants["BLOCK"] // (32 * options["num_warps"])
+        if (made := len(re.findall(r"\bfma\.", ptx))) != due:
+            found.append(f"{made} fused multiply-adds a thread; the source has {due}")
+    return found
 
 
 def narrow_products(ttir: str, *, is_short: bool = False) -> list[str]:
@@ -304,8 +318,18 @@ def amd_row(launch: Launch, arch: str, made: Any) -> Row:
 
 GATHERS = {"_draw_kernel"}
 """Kernels that load next to nothing."""
-DIVIDES_EXACTLY = {"_draw_kernel"}
-"""Kernels whose bits are those of the CPU."""
+HAVE_THE_BITS_OF_A_CPU = {"_draw_kernel", "_step_kernel"}
+ROUGH = (r"div\.full", r"\.approx", r"\.ftz")
+FUSED = {
+    "adamw": 2,
+    "lion": 0,
+    "plain": 2,
+    "momentum": 2,
+    "momentum first": 2,
+    "nesterov": 3,
+    "nesterov first": 3,
+}
+"""Multiply-adds an element that a rule of a step has, as the CPU's code has them."""
 MULTIPLIES = {"_attend_forward_kernel", "_attend_keys_kernel", "_attend_queries_kernel"}
 SHORT = {*MULTIPLIES, "_delta_kernel", "_norm_weights_wide"}
 """Kernels whose first program index counts tiles of the tokens of one sequence, or of the columns of one row, of which

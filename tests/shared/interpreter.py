@@ -7,6 +7,7 @@ repair     triton 3.6 to 3.9 hold bf16 values as uint16 in numpy and compute on 
 sums and
            comparisons are silently wrong and stores truncate.  Here they go through float32 and round to
            nearest even.
+           Its fused multiply-add rounds twice; here it rounds once.
 speed      the language is patched once a launch instead of once for every nested call (about twice as fast).
 sanitizer  within `sanitized()`, every load and store is checked: bytes outside the arguments' elements, two
 lanes or
@@ -98,6 +99,31 @@ def repair() -> None:
     for repaired in (binary_op, unary_op, ternary_op, create_dot, cast_impl, create_fp_to_fp):
         setattr(Builder, repaired.__name__, repaired)
     Builder.get_bf16 = lambda self, v: Handle(narrow(np.array([v], np.float32)), tl.bfloat16)
+
+
+def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """x * y + z of float32, rounded once. The product is exact in float64. The sum is rounded there to the odd one of
+    its two neighbours, so that rounding it to float32 is as rounding the exact sum."""
+    product, wide = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
+    total = product + wide
+    part = total - product
+    error = (product - (total - part)) + (wide - part)  # exact: Knuth's two-sum
+    bits = np.array(total).view(np.int64)
+    away = np.where(np.signbit(error) == np.signbit(total), 1, -1)
+    is_even = np.isfinite(error) & (error != 0) & ((bits & 1) == 0)
+    return np.where(is_even, bits + away, bits).view(np.float64).astype(np.float32)
+
+
+def repair_fma() -> None:
+    """triton's own rounds the product too."""
+    plain = Builder.create_fma
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if z.dtype.scalar != tl.float32:
+            return plain(self, x, y, z)
+        return Handle(fused_multiply_add(x.data, y.data, z.data), tl.float32)
+
+    Builder.create_fma = create_fma
 
 
 # ------------------------------------------------------------------------------------------------------ speed
@@ -259,9 +285,13 @@ def check_repair() -> None:
     assert np.array_equal(widen(total.data), np.eye(2) * 6), "bf16 add"
     tie = builder.create_fp_trunc(Handle(np.array([1.01171875], np.float32), tl.float32), tl.bfloat16)
     assert widen(tie.data)[0] == torch.tensor(1.01171875).bfloat16().item(), "bf16 store"
+    low = np.float32(1 + 2**-12)
+    fused = builder.create_fma(*(Handle(np.array([v], np.float32), tl.float32) for v in (low, low, -1)))
+    assert fused.data[0] == np.float32(2**-11 + 2**-24), "fma"
 
 
 repair()
+repair_fma()
 speed()
 install_sanitizer()
 check_repair()
