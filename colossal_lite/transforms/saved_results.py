@@ -30,7 +30,8 @@ def save_for_recompute(compute: Callable[[], Result], like: Tensor) -> Result:
     """`compute()`, of tensors, or its result of the first run when a block runs again. `like`: any tensor that it
     reads."""
     if has_torch_function((like,)):
-        result: Result = handle_torch_function(save_for_recompute, (like,), compute, like)
+        call: Callable[..., Any] = save_for_recompute
+        result: Result = handle_torch_function(call, (like,), compute, like)
         return result
     return compute()
 

@@ -231,6 +231,14 @@ has data, four under `hybrid`, if the world then has no more than 16.
 
 Which classes a swap of layers carries, and how a plan is proven: [plans](plans.md).
 
+## What is refused, and why
+
+- **Auxiliary losses by token in grids.** A token's features lie on several ranks there.
+- **Shares and budgets beside updates in backward.** They give the gradients of a backward and the state of updates one
+  memory, at different times. Within backward both are there at once, and no gradient is left to place.
+- **Clipping, fp16 and optimizers of whole tensors beside updates in backward.** Each needs all gradients first.
+- **Optimizers of whole tensors beside cuts of a tensor.** A rank has no whole tensor.
+
 ## Every pair
 
 Each pair of features was trained for one step on real ranks in float64, with SGD, clipping and unevenly ignored labels.
@@ -242,14 +250,6 @@ excludes clipping, the updated weights are compared.
 `pytest tests/house/test_support.py -m campaign`, 24 November 2026. In the suite `tests/house/test_support.py` compares
 the page with the rules. 25 November 2026: Hugging Face's models under `zb-v`, `interleaved` and `bfs`, and selective
 recomputation beside sequence axes and grids.
-
-## What is refused, and why
-
-- **Auxiliary losses by token in grids.** A token's features lie on several ranks there.
-- **Shares and budgets beside updates in backward.** They give the gradients of a backward and the state of updates one
-  memory, at different times. Within backward both are there at once, and no gradient is left to place.
-- **Clipping, fp16 and optimizers of whole tensors beside updates in backward.** Each needs all gradients first.
-- **Optimizers of whole tensors beside cuts of a tensor.** A rank has no whole tensor.
 
 """
 
