@@ -58,7 +58,7 @@ class EngineState:
         """`step` is cleared if its gradients are dropped, and set by a load."""
         built, context, mesh = parts.built, parts.context, parts.context.mesh
         self.mesh = mesh
-        self._context, self._step, self._updates, self._config = context, step, parts.updates, parts.config
+        self._context, self._step, self._updates, self._parts = context, step, parts.updates, parts
         self._model, self._chunks, self._frozen = built.model, built.chunks, built.frozen
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
         pipeline = context.config.parallel.pipeline
@@ -135,7 +135,7 @@ class EngineState:
     def _save(self, directory: Path, extra: Mapping[str, Any]) -> Saving:
         with suppress(DiskError):  # reading the records raises it again, on every rank
             self.rest()
-        config = self._config
+        config = self._parts.config
         facts = RunFacts(
             self._step.number, self._step.samples_before, config.seed, config.values(), own_config(self._model),
             self._optimizer.updates(), extra, self._step.loss_scale.state, self._unit_seconds,
@@ -188,7 +188,7 @@ class EngineState:
         with suppress(DiskError):  # as in `save`
             self.rest()
         held, complete = list(self.full.held()), self.mesh.size("pipeline") == 1
-        settings = self._config.values()
+        settings = self._parts.config.values()
         self._optimizer.changing(self._frozen)
         try:
             with self.mesh.progress.during("load"):

@@ -62,6 +62,7 @@ from colossal_lite.transforms.activation_checkpoint import apply_activation_chec
 from colossal_lite.transforms.batch_statistics import check_batchwide, check_max_norm
 from colossal_lite.transforms.compile import compile_blocks
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
+from colossal_lite.zero.device_room import room_problems
 from colossal_lite.zero.memory_budget import Forecast
 from colossal_lite.zero.parameter_order import by_order, order_of_use, warn_if_out_of_order
 from colossal_lite.zero.user_optimizer import Factory, check_apart
@@ -148,6 +149,7 @@ def _initialize(
     _check_optimizer(optimizer, module, parallelized.specs, context)
     data = context.mesh.size("data")
     refuse(device_problems(config.memory, config.zero, data, context.device.type))
+    refuse(room_problems(config.memory.device_budget, context.device))
     names = GlobalNames.of(module, parallelized.specs)
     micro_batch = _first_micro_batch(example, facts, context)
     measure = _seconds_of_before(directory, context) or _measure(
@@ -161,7 +163,7 @@ def _initialize(
     blocks = tuple(blocks_of(module))
     all_packed = pack_chunks(
         numels, parallelized.specs, config, context.mesh.layout, stages.homes, blocks,
-        numels.keys() - trainable.keys(),
+        numels.keys() - trainable.keys(), context.device.type,
     )  # fmt: skip
     drop_other_stages(module, stages)
     chunks, frozen = _build_chunks(
@@ -408,7 +410,12 @@ def _forecast_batch(
         return module
 
     def forecast_batch(
-        samples: int, tokens: int, *, found: Config, changes: Sequence[str] = (), trains: bool = True
+        samples: int,
+        tokens: int,
+        *,
+        found: Callable[[], Config],
+        changes: Sequence[str] = (),
+        trains: bool = True,
     ) -> Mapping[str, int] | None:
         if frozen and set(frozen) != {name for name, _ in again().named_parameters()}:
             return None  # it was changed after it was built
@@ -416,7 +423,9 @@ def _forecast_batch(
         if not trains and context.config.parallel.pipeline.is_staged:
             return None  # `plan` has no evaluation of a pipeline
         try:
-            config = Config.load(context.config, changes).settled("memory", update_on=found.memory.update_on)
+            config = Config.load(context.config, changes).settled(
+                "memory", update_on=found().memory.update_on
+            )
             with torch.enable_grad():  # an evaluation may ask
                 made = plan_of(
                     config, again, batch=samples * mesh.size("data"), sequence=tokens, layers=layers,
@@ -497,7 +506,7 @@ def _build_chunks(
     mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
     chunks = build_chunks(
         in_turn, mine, specs, config, context.mesh, device,
-        lambda spec: stages.is_first_holder(stages_of(spec)), records,
+        lambda spec: stages.is_first_holder(stages_of(spec)), records, ops,
     )  # fmt: skip
     frozen = build_frozen(mine, config, context.mesh, device, records)
     for chunk in (*chunks, *frozen):

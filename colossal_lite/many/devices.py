@@ -20,6 +20,8 @@ from colossal_lite.many.worker import Message, Order, serve
 PRELOADED = ["torch", "colossal_lite.launcher.start", "colossal_lite.many.worker"]
 START_S = 300.0
 """How long a worker may take to import what it needs."""
+MOST_STARTS = 3
+"""Workers in a row that may be killed before they are ready."""
 POLL_S = 0.01
 WATCH_S = 1.0
 """How often a rank asks whether another has died."""
@@ -47,6 +49,8 @@ class OwnDevice:
         self._order = order
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
+        self._starts = 1
+        """In a row, without a worker that was ready."""
         self._start()
 
     def _start(self) -> None:
@@ -88,7 +92,8 @@ class OwnDevice:
             self._process.join(END_S)
             code = self._process.exitcode
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            if not self._is_ready:
+            self._starts = 1 if self._is_ready else self._starts + 1
+            if self._starts > MOST_STARTS or (not self._is_ready and code is not None and code >= 0):
                 raise WorkersLostError(
                     f"a worker ended with {how} before it was ready; it imports your script, so train_many "
                     f"stands under `if __name__ == '__main__':`"

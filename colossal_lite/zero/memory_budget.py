@@ -74,8 +74,8 @@ if TYPE_CHECKING:
 
 Forecast = Callable[..., Mapping[str, int] | None]
 """Maps a step's samples and tokens on this rank to bytes: of each kind beside the state, and of the whole `device`.
-`changes=`: options other than the config's. `trains=False`: an evaluation. `found=`: the config with the mix of updates
-that the engine has found."""
+`changes=`: options other than the config's. `trains=False`: an evaluation. `found=`: returns the config
+with the mix of updates that the engine has found."""
 
 
 class MemoryBudget:

@@ -23,7 +23,7 @@ from colossal_lite.offload.state_storage import READ_AHEAD
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, Crossing, run_of
 from colossal_lite.schedule.plan import CPU, DISK, Action, ActionKind
-from colossal_lite.schedule.simulator import simulate
+from colossal_lite.schedule.simulator import ScheduleTimeline, simulate
 from colossal_lite.schedule.step_moments import ACCUMULATING, IN_FLIGHT, SharedInterval
 from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix, mix_of
 from colossal_lite.zero import build_chunks as build
@@ -168,12 +168,21 @@ def predicted(
     assert on_host or made.waited_s("h2d") == sum(wait.end_s - wait.start_s for wait in made.waits), (
         "and for nothing else"
     )
-    # A step runs the update that the next forward begins with at once.
-    ends = [span for span in made.spans if span.action.kind is ActionKind.B or _is_first_update(span.action)]
-    last = {span.action.micro_batch: span.end_s for span in sorted(ends, key=lambda span: span.end_s)}
-    start_s, end_s = last[STEPS - 2], last[STEPS - 1]
+    end_s = last_end_s(made, STEPS - 1)
+    start_s = end_s - last_step_s(made)
     resources = {wait.resource for wait in made.waits}
     return sum(made.waited_s(each, start_s, end_s) for each in resources), end_s - start_s
+
+
+def last_step_s(made: ScheduleTimeline, steps: int = STEPS) -> float:
+    """Simulated seconds of the last step, from the end of the one before."""
+    return last_end_s(made, steps - 1) - last_end_s(made, steps - 2)
+
+
+def last_end_s(made: ScheduleTimeline, step: int) -> float:
+    """When a step ends, which runs the update that the next forward begins with at once."""
+    ends = [span for span in made.spans if span.action.kind is ActionKind.B or _is_first_update(span.action)]
+    return max(span.end_s for span in ends if span.action.micro_batch == step)
 
 
 def _is_first_update(action: Action) -> bool:
