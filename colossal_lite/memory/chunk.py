@@ -28,11 +28,11 @@ a programming error and raises.  Read a buffer only in the states that its metho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossal_lite.distributed.communicator import PendingCollective
 from colossal_lite.kernels import TORCH, split
@@ -47,7 +47,7 @@ from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import GRADIENTS, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import GradientOffloadBuffer, copied_to, to_device
 from colossal_lite.memory.vector_gradients import VectorGradients, add_gradient
-from colossal_lite.memory.weight_chunk import Groups, WeightChunk
+from colossal_lite.memory.weight_chunk import Groups, Values, WeightChunk
 from colossal_lite.numerics.precision import ChunkTypes
 
 
@@ -176,6 +176,11 @@ class Chunk(LocalShard, WeightChunk):
         self._squares: tuple[Tensor, ...] = ()
         """Squares of the first sum that left a GPU for the host, while it is the only one. So it need not be copied
         back."""
+
+    def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Values | None) -> None:
+        super().adopt(parameters, initial)
+        if self.device.type == "cuda":  # where a launch costs more than the memory of what waits
+            self._vectors.most = sum(parameter.dim() == 1 for parameter in self._parameters)
 
     # ---- masters ----
 
@@ -356,7 +361,7 @@ class Chunk(LocalShard, WeightChunk):
         self.move(GradientState.ACCUMULATING)
         entry, adds = self.spec.entries[index], self._filled[index]
         target = self._to_accumulate()[entry.start : entry.stop].view(gradient.shape)
-        if gradient.dim() == 1:
+        if gradient.dim() == 1 and self._vectors.most > 1:
             self._vectors.add(index, target, gradient, 1.0 / seed, adds=adds)
         else:
             add_gradient(target, gradient, 1.0 / seed, adds=adds)

@@ -1,6 +1,7 @@
 """Adds the gradients of a chunk's vectors to it together: biases and norms would cost a GPU a launch each.
 
-Note: a vector waits until the chunk is reduced, or until its gradient of the next micro-batch comes.
+Note: on a GPU a vector waits until all vectors of the chunk have come.  If one has no gradient, the others wait until
+the chunk is reduced, or until their gradients of the next micro-batch come.
 Cost: the memory of these gradients meanwhile.
 """
 
@@ -23,15 +24,19 @@ def add_gradient(target: Tensor, gradient: Tensor, factor: float, *, adds: bool)
 class VectorGradients:
     """The vectors of one chunk whose gradients wait, by entry."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 1) -> None:
+        self.most = most
+        """Vectors of the chunk: when so many wait, all are added."""
         self._waiting: dict[int, tuple[Tensor, Tensor, bool]] = {}
         self._factor = 1.0
 
     def add(self, index: int, target: Tensor, gradient: Tensor, factor: float, *, adds: bool) -> None:
-        """As `add_gradient`, at the latest when `take` is called."""
+        """As `add_gradient`, now or later: when `take` is called at the latest."""
         if index in self._waiting or factor != self._factor:
             self.take()
         self._waiting[index], self._factor = (target, gradient, adds), factor
+        if len(self._waiting) >= self.most:
+            self.take()
 
     def take(self) -> None:
         """Add what waits: in one launch on a GPU, where the gradients have the dtype of the sum or come first."""
