@@ -409,7 +409,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "memory.device_budget": (10**9,),
     "memory.host_budget": (10**9,),
     "memory.update_on": ("host",),
-    "activation_checkpoint": ("selective",),
     "kernels": ("triton",),
     "compile": ("block",),
     "checkpoint.keep": (1,),
