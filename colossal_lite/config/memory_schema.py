@@ -125,7 +125,7 @@ class MemoryConfig(Section):
     state, and weights at zero.stage=3. If disk_dir is set, optimizer state beyond host_budget is stored on disk."""
     host_fraction: HostFraction = HostFraction()
     """placement='static': shares stored on the host."""
-    chunk_size: Budget | None = None
+    chunk_bytes: Budget | None = None
     """Bytes of a chunk, in the dtype of the masters. A chunk is reduced, gathered, copied and updated at once. A larger
     parameter is a chunk by itself. None: 8 MiB on CPUs, 64 MiB on CUDA."""
     device_budget: Budget | None = None

@@ -107,7 +107,7 @@ def pack_chunks(
     groups = {name: alike.index(alike[i]) for name, i in assign_groups(trained, settings).items()}
     stages = dict.fromkeys(numels, (0,)) if homes is None else homes
     sharding = sharding_of(config)
-    chunk_bytes = config.memory.chunk_size or (CUDA_CHUNK_BYTES if device_type == "cuda" else CHUNK_BYTES)
+    chunk_bytes = config.memory.chunk_bytes or (CUDA_CHUNK_BYTES if device_type == "cuda" else CHUNK_BYTES)
     units = _units(numels, blocks) if sharding.weight else dict.fromkeys(numels, 0)
     packed = pack(
         [

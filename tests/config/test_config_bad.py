@@ -64,6 +64,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "zero.shard_size": COUNT_OR_NONE,
     "zero.prefetch": ("1", -1, 1.0, True, None),
     "memory.placement": choice("cpu", "cuda", "nvme"),
+    "memory.chunk_bytes": BUDGET,
     "memory.device_budget": BUDGET,
     "memory.host_budget": BUDGET,
     "memory.update_on": (
@@ -88,6 +89,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "memory.rates.flops": POSITIVE_OR_NONE,
     "memory.rates.file": (1, True, ("x",), {}),
     "memory.disk_dir": (1, True, ("/tmp",), {}),
+    "memory.shared_base": (1, True, ("base",), {}),
     "memory.host_fraction.weights": RATIO,
     "memory.host_fraction.gradients": RATIO,
     "memory.host_fraction.optimizer": RATIO,
@@ -121,6 +123,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "checkpoint.keep": COUNT,
     "checkpoint.max_failures": COUNT,
     "checkpoint.asynchronous": FLAG,
+    "deterministic": FLAG,
     "backend": choice("mpi", "ncll"),
     "timeout_s": (*POSITIVE, 1e9),
     "seed": ("1", -1, 0.5, 2**63, True, None),

@@ -314,12 +314,15 @@ def test_a_checkpoint_of_another_base_is_refused_while_others_use_this_one(tmp_p
     assert "token.weight: these frozen weights are shared" in run_world(loaded, 1, tmp_path)[0][0]
 
 
+ALONE = dict(rank=0, world_size=1)
+
+
 def trains(pipe: Any, handle: FrozenHandle, tasks: list[cl.Task], folder: Path, to: int) -> None:
     """A worker that opens two tasks and trains each; tells the bytes of frozen weights that it has written."""
     torch.set_num_threads(1)
     order = Order(tasks, CONFIG, folder, 1, cl.launch, folder / "log", lambda: None, handle, 0)
     worker = Worker(order)
-    said = [worker.answer(dict(do="run", task=t.name, to=to, evaluates=False)) for t in tasks]
+    said = [worker.answer(dict(do="run", task=t.name, to=to, evaluates=False, place=ALONE)) for t in tasks]
     pipe.send(([each.get("step", each) for each in said], worker._store.frozen.made_bytes))
     pipe.recv()
 

@@ -114,9 +114,9 @@ def packed_of(size: str, ranks: int, stage: int, reduction: str, **parallel: Any
 def test_chunks_have_the_size_that_is_set_or_else_that_of_the_device() -> None:
     numels, specs, blocks = model_of("355M")
 
-    def largest(chunk_size: str | None, device_type: str) -> tuple[int, int]:
+    def largest(chunk_bytes: str | None, device_type: str) -> tuple[int, int]:
         """Chunks, and the most elements of one with several parameters."""
-        config = Config.load(dict(memory=dict(chunk_size=chunk_size)))
+        config = Config.load(dict(memory=dict(chunk_bytes=chunk_bytes)))
         layout = config.check_world(1).layout()
         packed = pack_chunks(numels, specs, config, layout, None, blocks, (), device_type)
         return len(packed), max(chunk.numel for chunk in packed if len(chunk.entries) > 1)
