@@ -186,3 +186,54 @@ def test_a_worker_that_does_not_notice_that_its_gang_is_lost_is_ended(
     asks.assign()
     assert sent == [(0, "run"), (1, "run")] and asks.states["a"].deaths == 1
     asks.close()
+
+
+@pytest.mark.parametrize(("fault", "ends"), [("died", "open"), ("failed", "failed")])
+def test_a_worker_that_is_ended_as_it_answers_does_not_hide_what_came_first(
+    fault: str, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A death sends the task back to its checkpoint; an error of its own is its end."""
+    tasks = [cl.Task("a", lambda: None, data=[0], steps=6, global_batch=1, devices=2)]  # type: ignore[arg-type,return-value]
+    asks = Coordinator(tasks, tmp_path, "fifo", None, None, 2, 0, 0, lambda device, request: None)
+    asks.assign()
+    asks.end_hung()
+    first = {"said": "died", "how": "signal 9"}
+    asks.hear(1, first if fault == "died" else {"said": "failed", "task": "a", "cause": "ValueError: torn"})
+    monkeypatch.setattr(coordinator, "HANGS_S", -1.0)
+    asks.end_hung()  # sends the end of worker 0
+    late = (
+        {"said": "failed", "task": "a", "cause": LOST}
+        if fault == "died"
+        else {"said": "died", "how": "signal 9"}
+    )
+    asks.hear(0, late)
+    state = asks.states["a"]
+    assert state.status == ends and state.cause == ("" if ends == "open" else "ValueError: torn")
+    asks.close()
+
+
+def test_where_a_device_is_full_its_other_tasks_are_parked_and_alone_it_is_the_end(tmp_path: Path) -> None:
+    sent: list[tuple[int, str, str]] = []
+    tasks = [cl.Task(name, lambda: None, data=[0], steps=6, global_batch=1) for name in "ab"]  # type: ignore[arg-type,return-value]
+
+    def send(device: int, request: dict[str, Any]) -> None:
+        sent.append((device, request["do"], request["task"]))
+
+    asks = Coordinator(tasks, tmp_path, "lrtf", None, None, 1, 0, 0, send)
+    full = {"said": "full", "task": "b", "cause": "OutOfMemoryError: no room"}
+    ran = {
+        "said": "ran", "task": "a", "step": 3, "before": 0, "loss": 1.0, "held_out": None, "done": False, "open_s": 0.0,
+        "run_s": 0.1, "end_s": 0.0,
+    }  # fmt: skip
+    asks.assign()
+    asks.hear(0, ran)
+    asks.assign()
+    assert [each[1:] for each in sent] == [("run", "a"), ("run", "b")]
+    asks.hear(0, full)
+    assert [each[1:] for each in sent[2:]] == [("drop", "b"), ("park", "a")]
+    asks.hear(0, {"said": "dropped", "task": "b"})
+    asks.hear(0, {"said": "parked", "task": "a", "step": 3, "end_s": 0.0})
+    assert [each[1:] for each in sent[4:]] == [("run", "b")]
+    asks.hear(0, full)
+    assert asks.states["b"].status == "failed" and asks.states["b"].cause == full["cause"]
+    asks.close()
