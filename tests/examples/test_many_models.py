@@ -7,17 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
 def output_of(name: str, *options: object) -> str:
     command = [sys.executable, ROOT / "examples" / "many_models" / name, *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ran = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=110)
+    ran = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=280)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
 
+@pytest.mark.timeout(300)
 def test_adapters_over_one_base_train_abreast(tmp_path: Path) -> None:
     sizes = ("--tasks", 3, "--steps", 2, "--layers", 4, "--width", 16)
     told = output_of("adapters.py", *sizes, "--directory", tmp_path / "many")
@@ -26,6 +29,7 @@ def test_adapters_over_one_base_train_abreast(tmp_path: Path) -> None:
     assert [row for row in rows if '"decision": "run"' in row and '"step": 0' in row] == rows[:3], "at once"
 
 
+@pytest.mark.timeout(300)
 def test_a_model_eight_times_its_device_trains(tmp_path: Path) -> None:
     told = output_of("larger.py", "--steps", 1, "--directory", tmp_path / "many")
     assert "done        1" in told and "state of 25,921,536 bytes on a device of 3,240,192" in told
