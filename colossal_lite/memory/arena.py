@@ -124,7 +124,7 @@ class Arena:
         """Whether the plan still has `leaving` when `come` begins. In an arena of one kind the order may be the
         reverse."""
         last = come.stop if self._is_of_one_kind else come.comes
-        return leaving.start <= last and come.comes <= leaving.stop
+        return leaving.start <= last and come.comes <= leaving.stop and come.comes not in leaving.gap
 
     def _meet(self, one: Key, other: Key) -> bool:
         (start, stop), (first, end) = self.span(one), self.span(other)
