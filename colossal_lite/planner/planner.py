@@ -42,7 +42,6 @@ from colossal_lite.planner.step_estimate import (
     samples_of,
 )
 from colossal_lite.planner.step_list import step_list
-from colossal_lite.schedule.update_rates import operations_of
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen
 
 
@@ -82,9 +81,10 @@ def plan(
     gathers = gathers_of(dry, model, max(pieces) or 1, whole, (*chunks, *frozen))
     mesh.ledger.clear()
     tokens = sum(pieces) * sequence // mesh.size("sequence")
-    operations = operations_of(
-        sum(whole.trainable.values()), tokens, recomputes=config.activation_checkpoint == "full"
-    )
+    each = (
+        8 if config.activation_checkpoint == "full" else 6
+    )  # of a weight and token: forward once or twice, backward
+    operations = each * tokens * sum(whole.trainable.values())
     state = memory_rows(config, chunks, gathers, whole, cost, frozen, operations)
     record_step(chunks, gathers, config, mesh, whole, frozen)
     traffic = _summed(mesh.ledger.rows(), [costs[samples] for samples in pieces if samples])
