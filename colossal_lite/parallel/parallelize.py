@@ -129,12 +129,10 @@ def parallelize(
     roles: Mapping[str, Role] = {}
     linears: tuple[CutLinear, ...] = ()
     form = Form()
-    if mesh.size("tensor") == 1:
-        _check_auxiliary(module, mesh, False, sequence_mode)
-    else:
+    if mesh.size("tensor") > 1:
         chosen, roles, form = _proven(module, mesh, plan, sequence_parallel, regather_inputs, criterion)
-        _check_auxiliary(module, mesh, form.sequence_parallel, sequence_mode)
-        _check_compiled(module, form, compiled)
+    _check_auxiliary(module, mesh, form.sequence_parallel, sequence_mode)
+    _check_compiled(module, form, compiled)
     padding = padding_of(
         module, mesh, facts, chosen, roles, sequence_parallel=form.sequence_parallel, sequence_mode=sequence_mode,
         longest=stated_sizes(module, _shapes(module)).tokens, has_auxiliary=bool(emitting),

@@ -78,19 +78,14 @@ def staged_plan(
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
     unread = _unread(made, first, stages, chunks, costs, pieces) if mesh.shares_memory else 0
     mesh.ledger.clear()
+    actions = made[stages.coord]
     with dry.forms:
-        _record_pipeline(
-            made[stages.coord], chunks, frozen, packed, config, mesh, whole, costs, pieces, stages
-        )  # fmt: skip
-    local = replace(
-        whole,
-        trainable={n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
-        frozen={n: numel for n, numel in whole.frozen.items() if stages.holds(n)},
-    )
+        _record_pipeline(actions, chunks, frozen, packed, config, mesh, whole, costs, pieces, stages)
+    local = _held(whole, stages)
     rows = mesh.ledger.rows()
     assert shape.costs is not None
     state = _pipeline_memory(
-        made[stages.coord], chunks, frozen, config, local, costs, pieces, stages, slots, dry.sequence
+        actions, chunks, frozen, config, local, costs, pieces, stages, slots, dry.sequence
     )  # fmt: skip
     reading = Reading(compute_plan(pipeline, shape))
     timeline = simulate(reading, shape.costs)
@@ -113,10 +108,17 @@ def staged_plan(
         schedule=_schedule_text(pipeline, shape, stages, timeline, reading.footprint.live),
         timeline=timeline,
         updates=state.told,
-        step_list=step_list(
-            config, mesh, shape, made[stages.coord], [c.spec.id for c in chunks], state.updates
-        ),
+        step_list=step_list(config, mesh, shape, actions, [c.spec.id for c in chunks], state.updates),
         libraries_bytes=libraries_bytes(config),
+    )
+
+
+def _held(whole: Whole, stages: Stages) -> Whole:
+    """The model with the parameters of this rank's stages alone."""
+    return replace(
+        whole,
+        trainable={n: numel for n, numel in whole.trainable.items() if stages.holds(n)},
+        frozen={n: numel for n, numel in whole.frozen.items() if stages.holds(n)},
     )
 
 

@@ -11,7 +11,7 @@ update.  Cost: some milliseconds a block of a model, at any size of the world.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from colossal_lite.parallel.parallelize import facts_of
 from colossal_lite.pipeline.stages import one_stage
 from colossal_lite.pipeline.step_plan import step_plan
 from colossal_lite.pipeline.step_plans import shape_of
-from colossal_lite.planner.dry_run import META, Builder, Cost, DryRun, gathers_of, measured
+from colossal_lite.planner.dry_run import META, Builder, Cost, DryRun, Whole, gathers_of, measured
 from colossal_lite.planner.limits import check_sizes
 from colossal_lite.planner.pipeline_estimate import staged_plan
 from colossal_lite.planner.run_plan import RunPlan, libraries_bytes
@@ -71,21 +71,15 @@ def plan(
     if config.parallel.pipeline.is_staged:
         return staged_plan(dry, model, facts, batch, device_bytes)
     pieces = samples_of(config, batch, mesh)
-    whole, cost = measured(dry, model, max(pieces) or 1)
-    costs = {max(pieces): cost} | {n: measured(dry, model, n)[1] for n in set(pieces) - {0, max(pieces)}}
-    if not any(pieces):
-        cost = Cost({}, {}, 0, 0, 0, 0)
+    whole, costs = _measured(dry, model, pieces)
     packed = whole.packed(config, mesh.layout)
     chunks = build_chunks(whole.trainable, packed, whole.specs, config, mesh, META)
     frozen = build_frozen(packed, config, mesh, META)
     gathers = gathers_of(dry, model, max(pieces) or 1, whole, (*chunks, *frozen))
     mesh.ledger.clear()
     tokens = sum(pieces) * sequence // mesh.size("sequence")
-    each = (
-        8 if config.activation_checkpoint == "full" else 6
-    )  # of a weight and token: forward once or twice, backward
-    operations = each * tokens * sum(whole.trainable.values())
-    state = memory_rows(config, chunks, gathers, whole, cost, frozen, operations)
+    operations = _operations(config, tokens, sum(whole.trainable.values()))
+    state = memory_rows(config, chunks, gathers, whole, costs[max(pieces)], frozen, operations)
     record_step(chunks, gathers, config, mesh, whole, frozen)
     traffic = _summed(mesh.ledger.rows(), [costs[samples] for samples in pieces if samples])
     shape = shape_of(config, mesh.layout, one_stage(nn.Module()), packed, 1)
@@ -111,6 +105,20 @@ def plan(
         else "",
         libraries_bytes=libraries_bytes(config),
     )
+
+
+def _measured(
+    dry: DryRun, model: GPTConfig | Builder, pieces: Sequence[int]
+) -> tuple[Whole, dict[int, Cost]]:
+    """The model, and what a micro-batch of each number of samples costs; none costs nothing."""
+    whole, cost = measured(dry, model, max(pieces) or 1)
+    others = {n: measured(dry, model, n)[1] for n in set(pieces) - {0, max(pieces)}}
+    return whole, others | {max(pieces): cost if any(pieces) else Cost({}, {}, 0, 0, 0, 0)}
+
+
+def _operations(config: Config, tokens: int, weights: int) -> int:
+    """Of a step: forward once, or twice where it is recomputed, and backward."""
+    return (8 if config.activation_checkpoint == "full" else 6) * tokens * weights
 
 
 def _summed(rows: Iterable[LedgerRow], micro_batches: Iterable[Cost]) -> tuple[LedgerRow, ...]:
