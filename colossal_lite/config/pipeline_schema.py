@@ -67,7 +67,7 @@ class PipelineConfig(BaseModel):
     @property
     def reduces_by_visit(self) -> bool:
         """Whether gradients may be summed over all micro-batches of a visit of a stage (arXiv 2211.05953)."""
-        return self.is_staged and self.schedule == "bfs"
+        return self.is_staged and self.schedule == "bfs" and self.micro_batches != 1
 
     def parts(self, samples: int) -> int:
         """Micro-batches for a batch of `samples` on one data rank. Raises ValueError if there are too few."""

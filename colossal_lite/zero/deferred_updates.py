@@ -54,6 +54,10 @@ class DeferredUpdates:
                 self._stops.setdefault(chunk, stop)
             is_own = action.kind is ActionKind.UPDATE or part is not ChunkPart.RECORD
             stop = number if holds_up(action) or by_gradient and is_own else stop
+        if not by_gradient:  # an update on the host may stand before that of an earlier chunk
+            behind = 0
+            for chunk in sorted(self._stops):
+                behind = self._stops[chunk] = max(behind, self._stops[chunk])
         self._coming: list[
             tuple[int, bool]
         ] = []  # a heap: chunks whose updates have started, and if they must be waited for
