@@ -32,7 +32,7 @@ from colossal_lite.many.worker import Message, saved_step
 
 QUANTUM_S = 0.5
 """How long a device trains a task before it is asked again; at least a step."""
-HANGS_S = 10.0
+HANGS_S = 30.0
 """When a worker of a gang is lost, the others have so long to notice it. Then they are ended."""
 MOST_DEATHS = 3
 """Workers in a row that may die over one step of a task."""
@@ -103,8 +103,8 @@ class Request:
     answers: dict[int, Message] = field(default_factory=dict)
     fault_s: float | None = None
     """When the first of them has died or failed."""
-    killed: bool = False
-    """Whether others were ended because they did not notice."""
+    killed: set[int] = field(default_factory=set)
+    """Devices whose workers were ended because they did not notice."""
 
     def said(self, *words: str) -> list[Message]:
         """The answers of these kinds, those first that tell more than that another worker is lost."""
@@ -230,7 +230,8 @@ class Coordinator:
             if request is None or request.fault_s is None:
                 continue
             if self._now_s - max(request.fault_s, self._heads[device][1]) > HANGS_S:
-                request.killed, self._heads[device] = True, (request, self._now_s)
+                request.killed.add(device)
+                self._heads[device] = request, self._now_s
                 self.send(device, {"do": "kill"})
 
     def _run(self, state: TaskState) -> None:
@@ -331,10 +332,13 @@ class Coordinator:
             self._ran(request, state)
             return
         self._forget(state, request.devices)
-        if failed and (request.killed or not (died or full)):
-            self._leave(state, "failed", failed[0]["cause"])
-        elif died:
+        fell = [
+            d for d, answer in request.answers.items() if answer["said"] == "died" and d not in request.killed
+        ]
+        if fell or (died and not failed and not full):
             self._lost(state, request, died[0]["how"])
+        elif failed and not full:
+            self._leave(state, "failed", failed[0]["cause"])
         elif others := [s for s in self.states.values() if not set(s.at).isdisjoint(request.devices)]:
             for other in others:
                 self._park_for(other, state)

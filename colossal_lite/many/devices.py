@@ -20,6 +20,8 @@ from colossal_lite.many.worker import Message, Order, serve
 PRELOADED = ["torch", "colossal_lite.launcher.start", "colossal_lite.many.worker"]
 START_S = 300.0
 """How long a worker may take to import what it needs."""
+MOST_STARTS = 3
+"""Workers in a row that may be killed before they are ready."""
 POLL_S = 0.01
 WATCH_S = 1.0
 """How often a rank asks whether another has died."""
@@ -47,6 +49,8 @@ class OwnDevice:
         self._order = order
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
+        self._starts = 1
+        """In a row, without a worker that was ready."""
         self._start()
 
     def _start(self) -> None:
@@ -63,7 +67,7 @@ class OwnDevice:
             raise
         finally:
             theirs.close()
-        self._started_s, self._is_ready = time.monotonic(), False
+        self._started_s, self.is_ready = time.monotonic(), False
 
     def send(self, request: Message) -> None:
         """Hand a request to the worker, or end it: {"do": "kill"}."""
@@ -81,21 +85,22 @@ class OwnDevice:
             while self.pipe.poll():
                 answer = self.pipe.recv()
                 if answer["said"] == "ready":
-                    self._is_ready = True
+                    self.is_ready = True
                 else:
                     yield answer
         except (EOFError, OSError):
             self._process.join(END_S)
             code = self._process.exitcode
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            if not self._is_ready:
+            self._starts = 1 if self.is_ready else self._starts + 1
+            if self._starts > MOST_STARTS or (not self.is_ready and code is not None and code >= 0):
                 raise WorkersLostError(
                     f"a worker ended with {how} before it was ready; it imports your script, so train_many "
                     f"stands under `if __name__ == '__main__':`"
                 ) from None
             self._start()
             yield {"said": "died", "how": how}
-        if not self._is_ready and time.monotonic() - self._started_s > START_S:
+        if not self.is_ready and time.monotonic() - self._started_s > START_S:
             raise WorkersLostError(f"a worker has not started within {START_S:g} s")
 
     def wait(self, timeout_s: float) -> None:
@@ -122,16 +127,18 @@ class OtherDevice:
 
     def __init__(self, context: Context, rank: int) -> None:
         self._store, self._rank = context.store, rank
-        self._sent = self._heard = 0
+        self._sent = self._heard = self._deaths = 0
 
     def send(self, request: Message) -> None:
-        self._store.set(f"do/{self._rank}/{self._sent}", json.dumps(request))
+        self._store.set(f"do/{self._rank}/{self._sent}", json.dumps([self._deaths, request]))
         self._sent += 1
 
     def answers(self) -> Iterator[Message]:
         while self._store.check([key := f"said/{self._rank}/{self._heard}"]):
             self._heard += 1
-            yield json.loads(self._store.get(key))
+            answer = json.loads(self._store.get(key))
+            self._deaths += answer["said"] == "died"
+            yield answer
             self._store.delete_key(key)
 
 
@@ -152,16 +159,19 @@ class Watch:
 def relay(device: OwnDevice, context: Context) -> None:
     """On every rank but 0: carry requests to the worker and its answers back, until rank 0 ends the run."""
     store, rank, watch = context.store, context.rank, Watch(context)
-    asked = said = 0
+    asked = said = deaths = 0
     while True:
         for answer in device.answers():
             store.set(f"said/{rank}/{said}", json.dumps(answer))
             said += 1
+            deaths += answer["said"] == "died"
             if answer["said"] == "ended":
                 return
         if store.check([key := f"do/{rank}/{asked}"]):
             asked += 1
-            device.send(json.loads(store.get(key)))
+            known, request = json.loads(store.get(key))
+            if known == deaths:  # else it was for a worker that has died
+                device.send(request)
             store.delete_key(key)
         else:
             device.wait(POLL_S)

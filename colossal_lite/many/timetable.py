@@ -5,6 +5,7 @@ Note: the language.
 writes a job of one part back, after 4 steps, and frees its place.  Jobs of several parts write back as they compute.
 A device runs its list in order: a FETCH waits for the RUN listed before it, and is beside the RUN listed after it.
 Across devices an action waits for what it needs: the part before it, and the write that it reads.
+An action of a gang stands in the lists of all devices of its block, which do it at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from colossal_lite.many.jobs import Job, lower_bound_s
+from colossal_lite.many.jobs import Job, block_of, gang_fault, lower_bound_s
 
 Kind = Literal["FETCH", "RUN", "EVICT"]
 
@@ -88,21 +89,23 @@ def check(timetable: Timetable) -> None:
 def simulate(timetable: Timetable) -> Simulation:
     """Check a timetable and time it: one compute lane and one link lane each way on every device."""
     clock = Clock(timetable.jobs, len(timetable.devices))
-    spans = tuple(clock.play(device, action) for device, action in walk(timetable))
+    spans = [span for block, action in walk(timetable) for span in clock.play(block, action)]
     return summary(spans, timetable.jobs, len(timetable.devices))
 
 
 def summary(spans: Sequence[Span], jobs: Sequence[Job], devices: int) -> Simulation:
     """Count what a run of these jobs did; spans in the order in which each device ran them."""
     runs = [span for span in spans if span.action.kind == "RUN"]
+    sizes = {job.task: job.devices for job in jobs}
     at: dict[str, int] = {}
     on: dict[int, str] = {}
     moves = switches = 0
     busy_s = [0.0] * devices
     for device, (_, task, _, _), start_s, end_s in runs:
-        moves += at.get(task, device) != device
+        block = device // sizes[task]
+        moves += at.get(task, block) != block
         switches += on.get(device, task) != task
-        at[task], on[device] = device, task
+        at[task], on[device] = block, task
         busy_s[device] += end_s - start_s
     makespan_s = max((span.end_s for span in spans), default=0.0)
     return Simulation(tuple(spans), makespan_s, lower_bound_s(jobs, devices), moves, switches, tuple(busy_s))
@@ -120,28 +123,34 @@ class Clock:
         self._written_s = dict.fromkeys(self.jobs, 0.0)
         self._fetched_s: dict[tuple[int, str, int], float] = {}
 
-    def start_s(self, device: int, task: str, part: int) -> float:
-        """When the device could begin this part."""
-        return max(self.run_end_s[device], self._fetched_s.get((device, task, part), 0.0), self.ready_s[task])
+    def start_s(self, block: Sequence[int], task: str, part: int) -> float:
+        """When the devices could begin this part."""
+        fetched_s = max(self._fetched_s.get((device, task, part), 0.0) for device in block)
+        return max(*(self.run_end_s[device] for device in block), fetched_s, self.ready_s[task])
 
-    def play(self, device: int, action: Action) -> Span:
+    def play(self, block: Sequence[int], action: Action) -> list[Span]:
+        """Time an action that these devices do at once."""
         kind, task, step, part = action
         job = self.jobs[task]
         if kind == "FETCH":
-            start_s = max(self._up_s[device], self.run_end_s[device], self._written_s[task])
+            free_s = max(max(self._up_s[device], self.run_end_s[device]) for device in block)
+            start_s = max(free_s, self._written_s[task])
             end_s = start_s + job.unit_load_s
-            self._up_s[device] = self._fetched_s[device, task, part] = end_s
+            for device in block:
+                self._up_s[device] = self._fetched_s[device, task, part] = end_s
         elif kind == "RUN":
-            start_s = self.start_s(device, task, part)
-            end_s = start_s + job.unit_s
-            self.run_end_s[device] = self.ready_s[task] = end_s
+            start_s = self.start_s(block, task, part)
+            end_s = self.ready_s[task] = start_s + job.unit_s
+            for device in block:
+                self.run_end_s[device] = end_s
             if job.parts > 1 and part == job.parts - 1:
                 self._written_s[task] = end_s
         else:
-            start_s = max(self._down_s[device], self.ready_s[task])
-            end_s = start_s + job.load_s
-            self._down_s[device] = self._written_s[task] = end_s
-        return Span(device, action, start_s, end_s)
+            start_s = max(*(self._down_s[device] for device in block), self.ready_s[task])
+            end_s = self._written_s[task] = start_s + job.load_s
+            for device in block:
+                self._down_s[device] = end_s
+        return [Span(device, action, start_s, end_s) for device in block]
 
 
 # ------------------------------------------------------------------------------------------------- the checker
@@ -157,7 +166,7 @@ class Standing:
     written: int = 0
     """Steps that the copy on the host has seen."""
     holder: int | None = None
-    """The device that holds a job of one part."""
+    """The first device that holds a job of one part."""
 
 
 @dataclass
@@ -170,8 +179,9 @@ class Held:
     """Slots of first parts that the steps before have left. They give way to a FETCH, but the next to run."""
 
 
-def walk(timetable: Timetable) -> Iterator[tuple[int, Action]]:
-    """The actions in an order in which each finds what it needs. Raises TimetableError where there is none."""
+def walk(timetable: Timetable) -> Iterator[tuple[Sequence[int], Action]]:
+    """The actions, each with its devices, in an order in which each finds what it needs. Raises TimetableError where
+    there is none."""
     reader = _Reader(timetable)
     at = reader.at
     waits: dict[int, str] = {}
@@ -181,13 +191,15 @@ def walk(timetable: Timetable) -> Iterator[tuple[int, Action]]:
         for device, row in enumerate(timetable.devices):
             while at[device] < len(row):
                 action = row[at[device]]
-                if why := reader.waits(device, action):
+                block = reader.block(device, action)
+                if why := reader.waits(device, block, action):
                     waits[device] = f"device {device}: {action} waits: {why}"
                     break
-                reader.take(device, action)
-                at[device] += 1
+                reader.take(block, action)
+                for each in block:
+                    at[each] += 1
                 moved = True
-                yield device, action
+                yield block, action
     stuck = [waits[d] for d, row in enumerate(timetable.devices) if at[d] < len(row)]
     if faults := stuck or reader.missing():
         raise TimetableError("\n".join(faults))
@@ -206,12 +218,29 @@ class _Reader:
         self.rows, self.at = timetable.devices, [0] * len(timetable.devices)
         """Lists of the devices, and how many actions of each have run."""
 
-    def waits(self, device: int, action: Action) -> str:
+    def block(self, device: int, action: Action) -> Sequence[int]:
+        """The devices that do an action at once. Raises TimetableError for what these devices cannot do."""
         if action.task not in self.tasks:
             raise TimetableError(f"device {device}: {action}: there is no such task")
+        size = self.tasks[action.task].job.devices
+        if fault := gang_fault(size, len(self.rows)):
+            raise TimetableError(f"device {device}: {action}: {fault}")
+        return block_of(device, size)
+
+    def waits(self, device: int, block: Sequence[int], action: Action) -> str:
+        """What `device` waits for, before all of its block do this action."""
         standing = self.tasks[action.task]
         rule = {"FETCH": self._fetch, "RUN": self._run, "EVICT": self._evict}[action.kind]
-        return rule(device, action, standing)
+        if why := rule(device, action, standing):
+            return why
+        others = [each for each in block if each != device]
+        if late := [each for each in others if self._next(each) != action]:
+            return f"device {late[0]} of its gang is not there"
+        return next(filter(None, (rule(each, action, standing) for each in others)), "")
+
+    def _next(self, device: int) -> Action | None:
+        row, at = self.rows[device], self.at[device]
+        return row[at] if at < len(row) else None
 
     def _fetch(self, device: int, action: Action, standing: Standing) -> str:
         _, task, step, part = action
@@ -278,31 +307,40 @@ class _Reader:
             raise TimetableError(f"device {device}: {action}: {_holds(action.task, found)}")
         return ""
 
-    def take(self, device: int, action: Action) -> None:
-        """Note that an action has run."""
+    def take(self, block: Sequence[int], action: Action) -> None:
+        """Note that these devices have done an action."""
         kind, task, step, part = action
-        standing, held = self.tasks[task], self.held[device]
-        whole = standing.job.parts == 1
+        standing = self.tasks[task]
+        is_last = part == standing.job.parts - 1
+        for device in block:
+            self._hold(device, action, standing.job, is_last)
+        if kind == "RUN":
+            standing.done += 1
+            standing.written = step + 1 if is_last and part else standing.written
+        elif kind == "EVICT":
+            standing.written, standing.holder = step, None
+        elif standing.job.parts == 1:
+            standing.holder = block[0]
+
+    def _hold(self, device: int, action: Action, job: Job, is_last: bool) -> None:
+        """Note what a device has after an action."""
+        kind, task, step, part = action
+        held = self.held[device]
         if kind == "FETCH":
             held.slots = self._needed(device, (task, step, part))
             held.kept.intersection_update(held.slots)
-            if whole:
+            if job.parts == 1:
                 held.whole[task] = step
-                standing.holder = device
             else:
                 held.slots.append((task, step, part))
         elif kind == "EVICT":
             del held.whole[task]
-            standing.written, standing.holder = step, None
-        elif whole:
+        elif job.parts == 1:
             held.whole[task] = step + 1
-            standing.done += 1
         else:
-            standing.done += 1
             held.slots.remove((task, step, part))
             held.kept.discard((task, step, part))
-            if part == standing.job.parts - 1:
-                standing.written = step + 1
+            if is_last:
                 held.slots.append((task, step + 1, 0))
                 held.kept.add((task, step + 1, 0))
 

@@ -53,7 +53,7 @@ def train(
         if context.is_main:
             others: list[Device] = [OtherDevice(context, rank) for rank in range(1, context.world_size)]
             server, port = serve()  # held while the tasks train
-            leader = _Leader(context, own, others, directory, port)
+            leader = Leader(context, own, others, directory, port)
             leader.run(tasks, policy, stop, on_report)
             del server
         else:
@@ -105,7 +105,7 @@ def _refused(claims: FolderClaims, ours: Mapping[str, str], directory: Path, res
     return ""
 
 
-class _Leader:
+class Leader:
     """Rank 0: hears the workers, and lets the coordinator decide."""
 
     def __init__(

@@ -1,26 +1,67 @@
 """Measures how near many models on few devices come to their bound: the paper's twelve tasks, and drawn loads.
 
-Everything is simulated from costs, and takes about a minute: `python examples/benchmarks/many_models.py`.
+    python examples/benchmarks/many_models.py              simulated from costs, about a minute
+    python examples/benchmarks/many_models.py emulated     eight processes that sleep for each step, half a minute
+    python examples/benchmarks/many_models.py real         small GPTs in two processes, some minutes
+
+Hydra's last public version does not start, so its rules are simulated: Sharded-LRTF by visits, one micro-batch a visit,
+and no load beside the compute.  `emulated` and `real` run the coordinator and the workers of `train_many`.  In `real`
+the rounds of the policies alternate.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
+import statistics
+import tempfile
 import time
-from statistics import mean
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import torch
+
+import colossal_lite as cl
+from colossal_lite.launcher.start import launch_gang
+from colossal_lite.many import coordinator, worker
 from colossal_lite.many.build_timetable import timetable
+from colossal_lite.many.devices import OwnDevice
 from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, PolicyName
 from colossal_lite.many.timetable import simulate
+from colossal_lite.many.trainer import Leader
+from colossal_lite.many.worker import Order, folder_of
 from colossal_lite.observe.tables import table
 
 STAGES, FORWARD_S, LOAD_S, STEPS, TASKS, DEVICES = 8, 1.0, 0.8, 100, 12, 8
+EMULATED_STEP_S = 0.1
+CONFIG: dict[str, Any] = dict(precision="fp32", backend="gloo", seed=0)
+SHAPE = cl.models.GPTConfig(vocabulary=256, layers=4, heads=4, width=128, sequence=64)
+REAL_STEPS = 160
 
 
 def main() -> None:
-    twelve()
-    drawn(80)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("how", nargs="?", choices=["simulated", "emulated", "real"], default="simulated")
+    parser.add_argument("--rounds", type=int, default=3, help="of each policy, for real")
+    given = parser.parse_args()
+    how = given.how
+    if how == "simulated":
+        twelve()
+        two()
+        drawn(80)
+    elif how == "emulated":
+        emulated()
+    else:
+        real(given.rounds)
+
+
+# ------------------------------------------------------------------------------------------------- simulated
 
 
 def twelve() -> None:
@@ -34,15 +75,37 @@ def twelve() -> None:
     took_s, actions = time.process_time() - begun_s, sum(map(len, plan.devices))
     print(f"{TASKS} equal tasks of {STEPS} steps on {DEVICES} devices: {found.over_bound:.4f} of the bound")
     print(f"{actions:,} actions made, checked and simulated in {took_s:.1f} s of CPU")
-    # Hydra as published: a visit is a stage, one load at a time and none beside the compute.
-    hydra_s = compute_s / DEVICES + TASKS * STEPS * parts * LOAD_S / DEVICES
     others = {
         "model parallelism": compute_s,
         **{f"GPipe, {m} micro-batches": compute_s / DEVICES * (m + DEVICES - 1) / m for m in (4, 8, 16, 32)},
         "one spilled model a device": simulate(timetable(jobs, DEVICES, "fifo")).makespan_s,
-        "lrtf by visits, loads not hidden": hydra_s,
+        "Hydra's rules": hydra_s(jobs, 1),
+        "Hydra's rules, 4 micro-batches a step": hydra_s(jobs, 4),
     }
     print(table(["beside", "times ours"], [[k, f"{s / found.makespan_s:.2f}"] for k, s in others.items()]))
+
+
+def hydra_s(jobs: Sequence[Job], micro_batches: int) -> float:
+    """Sharded-LRTF by visits: a visit loads its stage, waits for it, and computes one micro-batch."""
+    found = [
+        replace(
+            job, step_s=job.step_s + micro_batches * job.load_s, load_s=0.0, parts=micro_batches * job.parts
+        )
+        for job in jobs
+    ]
+    few = [replace(job, left=max(1, job.left // micro_batches)) for job in found]  # as long a list for each
+    times = sum(job.left for job in found) / sum(job.left for job in few)
+    return times * simulate(timetable(few, DEVICES, "lrtf", quantum="part")).makespan_s
+
+
+def two() -> None:
+    """A task of heavy loads and one of heavy compute on one device hide each other's loads."""
+    jobs = [Job("loads", 40, 4, 12, parts=6), Job("computes", 40, 12, 1.2, parts=6)]
+    names: tuple[PolicyName, ...] = ("link", "lrtf")
+    over = {policy: simulate(timetable(jobs, 1, policy)).over_bound for policy in names}
+    print(
+        f"\nheavy loads beside heavy compute: link {over['link']:.3f}, lrtf {over['lrtf']:.3f} of the bound"
+    )
 
 
 def drawn(loads: int) -> None:
@@ -60,8 +123,108 @@ def drawn(loads: int) -> None:
             over[policy].append(simulate(timetable(jobs, devices, policy)).over_bound)
     worst = max(ours / theirs for ours, theirs in zip(over["link"], over["lrtf"], strict=True))
     print(f"\n{loads} drawn loads, times the bound; link is at most {worst:.3f} of lrtf")
-    rows = [[policy, f"{mean(found):.3f}", f"{max(found):.3f}"] for policy, found in over.items()]
+    rows = [[policy, f"{statistics.mean(found):.3f}", f"{max(found):.3f}"] for policy, found in over.items()]
     print(table(["policy", "mean", "worst"], rows))
+
+
+# -------------------------------------------------------------------------------------- by processes of train_many
+
+
+def trained_s(
+    tasks: Sequence[cl.Task], devices: int, policy: PolicyName, prepare: Callable[[], object]
+) -> tuple[float, int]:
+    """Seconds from the first step to the last of all tasks, by so many workers, and the moves between them."""
+    with tempfile.TemporaryDirectory() as name, cl.launch(CONFIG, rank=0, world_size=1) as context:
+        folder = Path(name)
+        orders = [
+            Order(tuple(tasks), CONFIG, folder, None, launch_gang, folder / f"log{n}", prepare)
+            for n in range(devices)
+        ]
+        workers = [OwnDevice(order) for order in orders]
+        try:
+            while not all(each.is_ready for each in workers):
+                for each in workers:
+                    assert not list(each.answers()), "nothing is asked yet"
+                time.sleep(0.1)
+            Leader(context, workers[0], workers[1:], folder, 0).run(tasks, policy, None, None)
+        finally:
+            for each in workers:
+                each.close()
+        spans = cl.many.results.read_result(folder).timeline
+        return spans.makespan_s - min(span.start_s for span in spans.spans), spans.moves
+
+
+class Sleeping:
+    """A task whose steps sleep. Where it stands is kept in its folder, as a checkpoint would."""
+
+    def __init__(self, order: Order, task: cl.Task, config: Any, data: Any, place: Any) -> None:
+        self._folder, self.step = order.directory, slept(order.directory, task.name)
+        self._name = task.name
+
+    def advance(self, to: int) -> float:
+        time.sleep((to - self.step) * EMULATED_STEP_S)
+        self.step = to
+        return 0.0
+
+    def close(self, error: BaseException | None = None) -> None:
+        folder_of(self._folder, self._name).mkdir(parents=True, exist_ok=True)
+        (folder_of(self._folder, self._name) / "step").write_text(str(self.step))
+
+
+def slept(folder: Path, task: str) -> int:
+    path = folder_of(folder, task) / "step"
+    return int(path.read_text()) if path.exists() else 0
+
+
+def sleep_instead() -> None:
+    """In a worker: let tasks sleep."""
+    worker.OpenTask, worker.saved_step = Sleeping, slept  # type: ignore[misc,assignment]
+
+
+def emulated() -> None:
+    """The twelve tasks by eight processes that sleep."""
+    coordinator.saved_step = slept
+    tasks = [task(f"t{n}", STEPS) for n in range(TASKS)]
+    jobs = [Job(each.name, STEPS, EMULATED_STEP_S) for each in tasks]
+    plan = simulate(timetable(jobs, DEVICES))
+    took_s, moves = trained_s(tasks, DEVICES, "link", sleep_instead)
+    alone_s = TASKS * STEPS * EMULATED_STEP_S
+    print(
+        f"{TASKS} tasks of {STEPS} steps by {DEVICES} emulated devices: {took_s:.2f} s, {moves} moves; simulated "
+        f"{plan.makespan_s:.2f} s, so {took_s / plan.makespan_s:.3f} of it; model parallelism takes "
+        f"{alone_s / took_s:.2f} times as long"
+    )
+
+
+def build() -> cl.models.GPT:
+    return cl.models.GPT(SHAPE)
+
+
+def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tokens = torch.randint(
+        SHAPE.vocabulary, (64, SHAPE.sequence + 1), generator=torch.Generator().manual_seed(0)
+    )
+    return [(row[:-1], row[1:]) for row in tokens]
+
+
+def task(name: str, steps: int) -> cl.Task:
+    return cl.Task(name, build, data=samples, steps=steps, global_batch=8)
+
+
+def real(rounds: int) -> None:
+    """Equal small GPTs by two processes of one thread: the default against one task a device to its end."""
+    for count, ideal in ((3, 4 / 3), (5, 6 / 5)):
+        tasks = [task(f"t{n}", REAL_STEPS) for n in range(count)]
+        took: dict[PolicyName, list[float]] = {"fifo": [], "link": []}
+        for _ in range(rounds):
+            for policy, found in took.items():
+                found.append(trained_s(tasks, 2, policy, partial(torch.set_num_threads, 1))[0])
+        gains = [theirs / ours for theirs, ours in zip(took["fifo"], took["link"], strict=True)]
+        fifo_s, link_s = (statistics.median(took[policy]) for policy in ("fifo", "link"))
+        print(
+            f"{count} tasks on 2 devices: one task a device {fifo_s:.1f} s, link {link_s:.1f} s; "
+            f"{statistics.median(gains):.2f}x, ideal {ideal:.2f}x ({', '.join(f'{gain:.2f}' for gain in gains)})"
+        )
 
 
 if __name__ == "__main__":

@@ -35,9 +35,10 @@ def drawn_spilled(seed: int) -> tuple[list[Job], int]:
 
 
 def drawn_mixed(seed: int) -> tuple[list[Job], int, int]:
-    """Jobs of one part and of several, on devices that hold two or three of them."""
+    """Jobs of one part and of several, some of them gangs, on devices that hold two or three of them."""
     draw = random.Random(seed)
-    jobs = []
+    devices, jobs = draw.choice([1, 2, 3, 4, 6]), []
+    sizes = [1, 1, *(size for size in range(2, devices + 1) if devices % size == 0)]
     for n in range(draw.randint(2, 6)):
         parts = draw.choice([1, 1, 3])
         jobs.append(
@@ -48,22 +49,41 @@ def drawn_mixed(seed: int) -> tuple[list[Job], int, int]:
                 draw.uniform(0.1, 2),
                 device_bytes=draw.randint(20, 40),
                 parts=parts,
+                devices=draw.choice(sizes),
             )  # fmt: skip
         )
-    return jobs, draw.randint(1, 3), 100
+    return jobs, devices, 100
 
 
 def lists_of(table: Timetable) -> list[list[Action]]:
     return [list(row) for row in table.devices]
 
 
-def test_every_policy_makes_every_step_once_within_the_memory_of_each_device() -> None:
+def test_no_policy_starves_a_task_or_a_gang() -> None:
+    """Each step is made once, within the memory of each device, and sooner than by one task after another."""
     for seed in range(60):
         jobs, devices, memory_bytes = drawn_mixed(seed)
+        serial_s = sum(
+            job.left * (job.step_s + 3 * job.load_s) for job in jobs
+        )  # each step loaded and written
         for policy in POLICIES:
-            table = timetable(jobs, devices, policy, memory_bytes=memory_bytes, seed=seed)
-            found = simulate(table)
-            assert found.makespan_s >= found.bound_s * (1 - 1e-9), (seed, policy)
+            for quantum in ("step", "part"):
+                table = timetable(
+                    jobs, devices, policy, memory_bytes=memory_bytes, quantum=quantum, seed=seed
+                )
+                found = simulate(table)
+                assert found.bound_s * (1 - 1e-9) <= found.makespan_s <= serial_s, (seed, policy)
+
+
+def test_gangs_that_share_devices_come_near_the_bound() -> None:
+    jobs = [Job(f"t{n}", 60, 1.0, devices=size) for n, size in enumerate((4, 2, 2, 1, 1, 1, 1))]
+    for policy in ("link", "lrtf", "mcnaughton"):
+        assert simulate(timetable(jobs, 4, policy)).over_bound <= 1.05, policy
+    cut = [
+        Job(f"t{n}", 30, 1.0, devices=2) for n in range(3)
+    ]  # the third on both pairs: no list without a move
+    found = simulate(timetable(cut, 4, "mcnaughton"))
+    assert found.over_bound <= 1.05 and found.moves == 1
 
 
 def a_run(table: Timetable, draw: random.Random) -> tuple[int, int]:
@@ -174,6 +194,28 @@ def test_what_is_wrong_is_told(lists: tuple[tuple[Action, ...], ...], told: str)
     jobs = (Job("a", 2, 1.0, device_bytes=6), Job("b", 1, 1.0, device_bytes=7))
     with pytest.raises(TimetableError, match=told):
         check(Timetable(jobs, lists, memory_bytes=10))
+
+
+@pytest.mark.parametrize(
+    ("lists", "told"),
+    [
+        (rows("FETCH a#0, RUN a#0", "FETCH a#0"), "device 1 of its gang is not there"),
+        (rows("FETCH a#0, RUN a#0", "FETCH a#0, FETCH b#0, RUN b#0"), "device 0: RUN a#0.0 waits: device 1"),
+        (rows("FETCH a#0, RUN a#0", "RUN a#0"), "device 1: RUN a#0.0: the device does not hold a"),
+        (rows("FETCH a#0, RUN a#0", "FETCH a#0, RUN a#0, RUN a#0"), "device 1: RUN a#0.0 is repeated"),
+        (rows("FETCH a#0, RUN a#0", "FETCH a#0, RUN a#0", "FETCH b#0, RUN b#0"), "devices=2 in a world of 3"),
+        (
+            rows("FETCH a#0, RUN a#0, FETCH b#0, RUN b#0", "FETCH b#0, RUN b#0, FETCH a#0, RUN a#0"),
+            "waits: device . of its gang is not there",
+        ),
+    ],
+)  # fmt: skip
+def test_a_gang_whose_devices_do_not_do_the_same_is_told(
+    lists: tuple[tuple[Action, ...], ...], told: str
+) -> None:
+    jobs = (Job("a", 1, 1.0, devices=2), Job("b", 1, 1.0, devices=1 if "3" in told or "RUN" in told else 2))
+    with pytest.raises(TimetableError, match=told):
+        check(Timetable(jobs, lists))
 
 
 def test_a_part_loaded_before_the_other_device_has_updated_it_is_refused() -> None:
@@ -295,4 +337,6 @@ def test_jobs_that_cannot_be_planned_are_refused() -> None:
         timetable([Job("a", 1, 1, device_bytes=11)], 1, memory_bytes=10)
     with pytest.raises(ValueError, match="step_s=-1"):
         Job("a", 1, -1)
+    with pytest.raises(ValueError, match="job 'a': devices=2 in a world of 3; legal: 1, 3"):
+        timetable([Job("a", 1, 1, devices=2)], 3)
     assert simulate(timetable([], 2)).makespan_s == 0

@@ -6,7 +6,9 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
@@ -14,12 +16,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 import colossal_lite as cl
 from colossal_lite.launcher import env as launcher_env
 from colossal_lite.launcher.start import launch_gang, serve_gangs
+from colossal_lite.many import coordinator
 from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, Candidate, Choose
 from colossal_lite.many.task import check, fingerprint
@@ -27,7 +31,7 @@ from colossal_lite.many.trainer import train
 from colossal_lite.many.worker import Order, Worker, saved_step
 from tests.many import tasks as own
 from tests.many.tasks import CONFIG, TRAIN, Dying, Raising, task
-from tests.shared.pool import RankEnv, run_world
+from tests.shared.pool import RankEnv, WorldError, run_world
 
 Found = dict[str, dict[str, Any]]
 pytestmark = pytest.mark.timeout(300)
@@ -42,19 +46,43 @@ def elsewhere(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
     return lambda moment: max(moment.candidates, key=worth)
 
 
+def kill(what: str, draw: random.Random) -> None:
+    """Kill any worker or supervisor of this world, or ask for an end: "worker", "job", "stop"."""
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+    while True:
+        ranks = psutil.Process(os.getppid()).children()
+        workers = {
+            rank.pid: [w.pid for server in rank.children() for w in server.children()] for rank in ranks
+        }
+        ours = [rank for rank, found in workers.items() if found]
+        victims = ours if what == "job" else [pid for rank in ours for pid in workers[rank]]
+        with suppress(
+            ProcessLookupError, psutil.NoSuchProcess, IndexError
+        ):  # it has ended, or is not there yet
+            os.kill(draw.choice(victims), signal.SIGKILL)
+            return
+        time.sleep(0.05)
+
+
 def together(env: RankEnv, tasks: Sequence[cl.Task], folder: Path, how: Mapping[str, Any]) -> Found | None:
-    """Train them in this world; None if a signal has stopped the run. `stop_at`: reports until rank 0 gets one."""
+    """Train them in this world; None if a signal has stopped the run. `kills`: what is killed at which report."""
     how, reports = dict(how), 0
-    stop_at = how.pop("stop_at", None)
+    kills: Mapping[int, str] = how.pop("kills", {})
+    quantum_s = how.pop("quantum_s", coordinator.QUANTUM_S)
 
     def on_report(name: str, step: int, metrics: Mapping[str, float | None]) -> None:
         nonlocal reports
         reports += 1
-        if reports == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if reports in kills:
+            with (folder / "moments").open("a") as file:
+                file.write(f"{kills[reports]} at report {reports}\n")
+            kill(kills[reports], random.Random(reports))
 
     patch = pytest.MonkeyPatch()
     patch.setitem(POLICIES, "elsewhere", elsewhere)  # type: ignore[misc]
+    patch.setattr(coordinator, "QUANTUM_S", quantum_s)
     try:
         with env.launch(dict(backend="gloo", timeout_s=60)) as context:
             prepare = partial(launcher_env.show_one_device, env.rank)
@@ -148,7 +176,7 @@ def test_a_stopped_run_goes_on_on_another_number_of_devices_and_halves_as_one_th
     folder, stop = tmp_path / "many", cl.Halving(rungs=(4,), keep=0.5)
     tasks = [*PLAIN, task("d", 1e-5)]
     how = dict(stop=stop, policy="lrtf")
-    assert run_world(together, 1, tasks, folder, how | dict(stop_at=5), timeout_s=240) == [None]
+    assert run_world(together, 1, tasks, folder, how | dict(kills={5: "stop"}), timeout_s=240) == [None]
     assert json.loads((folder / "result.json").read_text())["tasks"][0]["status"] == "open"
     found = run_world(together, 2, tasks, folder, how | dict(resume=True), timeout_s=240)[0]
     kept = stop.kept({n: each["losses"][3] for n, each in expected.items()} | {"d": found["d"]["losses"][3]})
@@ -214,24 +242,40 @@ def test_gangs_of_two_sizes_share_four_devices(tmp_path: Path) -> None:
     assert_as_alone(found, by_themselves(tasks, tmp_path), folder)
 
 
+@pytest.fixture(scope="module")
+def expected_of_gangs(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return by_themselves(GANGS, tmp_path_factory.mktemp("gangs"))
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("seed", range(50))
-def test_kills_at_drawn_moments_change_no_bit(seed: int, expected: Found, tmp_path: Path) -> None:
-    draw = random.Random(seed)
-    folder = tmp_path / "many"
-    killed = Dying(tmp_path / "killed", at=draw.randrange(len(TRAIN)), deaths=draw.randint(1, 2))
-    tasks = [*PLAIN, task("killed", data=killed)]
-    how = dict(policy=draw.choice(list(POLICIES)), save_every=draw.choice([None, 1, 3, 5]))
-    devices = draw.choice([1, 2, 4])
-    found = run_world(
-        together, devices, tasks, folder, how | dict(stop_at=draw.choice([None, 1, 3, 6])), timeout_s=300
-    )[0]
-    if found is None:
-        found = run_world(
-            together, draw.choice([1, 2, 4]), tasks, folder, how | dict(resume=True), timeout_s=300
-        )[0]
-    assert_as_alone(found, {**expected, "killed": expected["a"]}, folder)
+@pytest.mark.parametrize("seed", range(12))
+def test_kills_at_drawn_moments_change_no_bit(
+    seed: int, expected: Found, expected_of_gangs: Found, tmp_path: Path
+) -> None:
+    """Five moments each: two workers, then the whole job or a signal, then two workers of the run that goes on."""
+    draw, folder = random.Random(seed), tmp_path / "many"
+    stop = cl.Halving(rungs=(4,), keep=0.5) if draw.random() < 0.3 else None
+    policy = list(POLICIES)[seed % len(POLICIES)]
+    devices = [1, 2, 2, 4][seed % 4], draw.choice([1, 2] if seed % 4 == 0 else [2, 4])
+    tasks = [*PLAIN, *(GANGS if min(devices) > 1 else [])]
+    want = expected | (expected_of_gangs if min(devices) > 1 else {})
+    how = dict(policy=policy, save_every=draw.choice([None, 1, 3, 5]), stop=stop, quantum_s=0.02)
+    first, second = draw.sample(range(1, 7), 2)
+    kills = {first: "worker", second: "worker", draw.randint(7, 9): draw.choice(["job", "job", "stop"])}
+    with suppress(WorldError):
+        assert (
+            run_world(together, devices[0], tasks, folder, how | dict(kills=kills), timeout_s=300)[0] is None
+        )
+    how |= dict(resume=True, kills={1: "worker", draw.randint(2, 4): "worker"})
+    found = run_world(together, devices[1], tasks, folder, how, timeout_s=300)[0]
+    moments = (folder / "moments").read_text().splitlines()
+    print(seed, policy, devices, how["save_every"], "Halving" if stop else "", *moments, sep="; ")
+    assert len(moments) >= 4, moments
+    kept = stop.kept({name: its["losses"][3] for name, its in want.items()}) if stop else list(want)
+    assert_as_alone(found, {name: want[name] for name in kept}, folder, tasks)
+    for name in {*want} - {*kept}:
+        assert found[name]["losses"] == want[name]["losses"][:4], "stopped at the rung"
 
 
 def by_turns(env: RankEnv, folder: Path) -> list[float]:

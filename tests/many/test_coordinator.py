@@ -1,0 +1,239 @@
+"""The coordinator beside workers that are not there: gangs meet, nothing waits forever, deaths lose no task."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import colossal_lite as cl
+from colossal_lite.many import coordinator
+from colossal_lite.many.coordinator import Coordinator
+from colossal_lite.many.policies import POLICIES
+
+LOST = "CommError: rank 1 has ended"
+
+
+class Workers:
+    """Queues of requests, answered in any order that real workers could. A gang's are answered when all are at it."""
+
+    def __init__(self, devices: int, draw: random.Random, deaths: int) -> None:
+        self.queues: list[list[dict[str, Any]]] = [[] for _ in range(devices)]
+        self.open: list[dict[str, tuple[int, ...]]] = [{} for _ in range(devices)]
+        """Of each worker: its open tasks, each with the name of its gang's meeting and its rank."""
+        self.steps: dict[str, int] = defaultdict(int)
+        self.saved: dict[str, int] = defaultdict(int)
+        self.draw, self.deaths = draw, deaths
+        self.ran: list[str] = []
+
+    def send(self, device: int, request: dict[str, Any]) -> None:
+        if request["do"] == "kill":
+            self.queues[device].insert(0, {"do": "die", "task": ""})
+        else:
+            self.queues[device].append(request)
+
+    def answer(self, asks: Coordinator) -> bool:
+        """Let one worker, or one gang, do its next request. False if none can."""
+        able = [device for device in range(len(self.queues)) if self._gang(device)]
+        if not able:
+            return False
+        device = self.draw.choice(able)
+        gang = self._gang(device)
+        heads = [self.queues[each].pop(0) for each in gang]
+        if heads[0]["do"] == "die" or (self.deaths and self.draw.random() < 0.1):
+            self.deaths -= heads[0]["do"] != "die"
+            self._die(asks, gang, heads)
+            return True
+        held = {self.open[each].get(head["task"]) for each, head in zip(gang, heads, strict=True)}
+        assert len(held) == 1, f"some of a gang have met and others have not: {held}"
+        answers = [self._do(each, head, len(gang)) for each, head in zip(gang, heads, strict=True)]
+        for each, answer in self.draw.sample(list(zip(gang, answers, strict=True)), len(gang)):
+            asks.hear(each, answer)
+        return True
+
+    def _die(self, asks: Coordinator, gang: list[int], heads: list[dict[str, Any]]) -> None:
+        victim = self.draw.choice(gang)
+        self.open[victim].clear()
+        told: list[tuple[int, dict[str, Any]]] = [(victim, {"said": "died", "how": "signal 9"})]
+        for each, head in zip(gang, heads, strict=True):
+            if each != victim:
+                self.open[each].pop(head["task"], None)
+                told.append((each, {"said": "failed", "task": head["task"], "cause": LOST}))
+        for each, answer in self.draw.sample(told, len(told)):
+            if each == victim:  # what was sent before this is lost with the worker
+                self.queues[victim].clear()
+            asks.hear(each, answer)
+
+    def _gang(self, device: int) -> list[int]:
+        """The devices that do the next request of this one, if all of them are at it."""
+        if not self.queues[device]:
+            return []
+        head = self.queues[device][0]
+        size = 1
+        if head["do"] == "run":
+            size = head["place"]["world_size"]
+        elif head["do"] == "park" and head["task"] in self.open[device]:
+            size = self.open[device][head["task"]][0]
+        first = device // size * size
+        gang = list(range(first, first + size))
+        at = [queue[0] if queue else None for queue in (self.queues[each] for each in gang)]
+        same = all(each and (each["do"], each["task"]) == (head["do"], head["task"]) for each in at)
+        return gang if same else []
+
+    def _do(self, device: int, request: dict[str, Any], size: int) -> dict[str, Any]:
+        task, held = request["task"], self.open[device]
+        if request["do"] != "run":
+            found = held.pop(task, None)
+            if found and request["do"] == "park":
+                self.saved[task] = self.steps[task]
+                return {"said": "parked", "task": task, "step": self.saved[task], "end_s": 0.01}
+            return {"said": "dropped" if request["do"] == "drop" else "parked", "task": task, "end_s": 0.0}
+        meeting = int(request["place"]["name"].rpartition("/")[2])
+        if task not in held:
+            held[task] = (size, meeting)
+            if request["place"]["rank"] == 0:
+                self.steps[task] = self.saved[task]
+        others = {other for other, (theirs, _) in held.items() if theirs not in (1, size)}
+        assert size == 1 or not others, f"{task} and {others} are gangs of two sizes in one worker"
+        holders = {d for d, found in enumerate(self.open) if task in found}
+        assert holders <= set(range(device // size * size, device // size * size + size)), "open in one block"
+        before = self.steps[task] if request["place"]["rank"] == 0 else request["to"] - 1
+        self.steps[task] = request["to"]
+        self.ran.append(task)
+        if done := request["to"] == 6:
+            self.saved[task] = 6
+            del held[task]
+        return {
+            "said": "ran", "task": task, "step": request["to"], "before": before, "loss": 1.0, "held_out": None,
+            "done": done, "open_s": 0.0, "run_s": self.draw.choice([0.2, 0.5]), "end_s": 0.0,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_task_ends_whatever_the_policy_the_gangs_and_the_deaths(
+    policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(25):
+        draw = random.Random(seed)
+        devices = draw.choice([1, 2, 4, 6])
+        sizes = [size for size in range(1, devices + 1) if devices % size == 0]
+        tasks = [
+            cl.Task(
+                f"t{n}", lambda: None, data=[0], steps=6, global_batch=1, devices=draw.choice([1, *sizes])
+            )  # type: ignore[arg-type,return-value]
+            for n in range(draw.randint(1, 7))
+        ]
+        workers = Workers(devices, draw, deaths=draw.choice([0, 2]))
+        monkeypatch.setattr(coordinator, "saved_step", lambda _, task, saved=workers.saved: saved[task])
+        folder = tmp_path / f"{policy}{seed}"
+        folder.mkdir()
+        asks = Coordinator(tasks, folder, policy, None, None, devices, seed, 0, workers.send)
+        for _ in range(3000):
+            if asks.is_over:
+                break
+            asks.assign()
+            if workers.answer(asks) or asks.is_over:
+                continue
+            with monkeypatch.context() as later:  # a gang waits for a worker that has died before it came
+                later.setattr(coordinator, "HANGS_S", -1.0)
+                asks.end_hung()
+            assert workers.answer(asks), f"{policy} {seed}: all wait"
+        asks.close()
+        states = {name: (state.status, state.cause, state.step) for name, state in asks.states.items()}
+        assert set(states.values()) == {("done", "", 6)}, (policy, seed, states)
+
+
+def test_the_worst_of_a_gang_s_answers_is_its_own(tmp_path: Path) -> None:
+    """The cause of a failure is that of the worker that failed, not of those that lost it; nobody dies of it."""
+    sent: list[tuple[int, str]] = []
+    tasks = [cl.Task("a", lambda: None, data=[0], steps=6, global_batch=1, devices=2)]  # type: ignore[arg-type,return-value]
+    asks = Coordinator(
+        tasks, tmp_path, "fifo", None, None, 2, 0, 0, lambda device, request: sent.append((device, request["do"]))
+    )  # fmt: skip
+    asks.assign()
+    assert sent == [(0, "run"), (1, "run")]
+    asks.hear(0, {"said": "failed", "task": "a", "cause": LOST})
+    assert asks.states["a"].status == "open", "the other has not answered"
+    asks.hear(1, {"said": "failed", "task": "a", "cause": "ValueError: torn"})
+    assert (asks.states["a"].status, asks.states["a"].cause) == ("failed", "ValueError: torn")
+    assert sent[2:] == [(0, "drop"), (1, "drop")]
+    asks.close()
+
+
+def test_a_worker_that_does_not_notice_that_its_gang_is_lost_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, str]] = []
+    tasks = [cl.Task("a", lambda: None, data=[0], steps=6, global_batch=1, devices=2)]  # type: ignore[arg-type,return-value]
+    asks = Coordinator(
+        tasks, tmp_path, "fifo", None, None, 2, 0, 0, lambda device, request: sent.append((device, request["do"]))
+    )  # fmt: skip
+    asks.assign()
+    asks.end_hung()
+    asks.hear(1, {"said": "died", "how": "signal 9"})
+    asks.end_hung()
+    assert (0, "kill") not in sent
+    monkeypatch.setattr(coordinator, "HANGS_S", -1.0)
+    asks.end_hung()
+    assert sent[-1] == (0, "kill")
+    asks.hear(0, {"said": "died", "how": "signal 9"})
+    asks.hear(1, {"said": "dropped", "task": "a"})
+    asks.hear(0, {"said": "dropped", "task": "a"})
+    sent.clear()
+    asks.assign()
+    assert sent == [(0, "run"), (1, "run")] and asks.states["a"].deaths == 1
+    asks.close()
+
+
+@pytest.mark.parametrize(("fault", "ends"), [("died", "open"), ("failed", "failed")])
+def test_a_worker_that_is_ended_as_it_answers_does_not_hide_what_came_first(
+    fault: str, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A death sends the task back to its checkpoint; an error of its own is its end."""
+    tasks = [cl.Task("a", lambda: None, data=[0], steps=6, global_batch=1, devices=2)]  # type: ignore[arg-type,return-value]
+    asks = Coordinator(tasks, tmp_path, "fifo", None, None, 2, 0, 0, lambda device, request: None)
+    asks.assign()
+    asks.end_hung()
+    first = {"said": "died", "how": "signal 9"}
+    asks.hear(1, first if fault == "died" else {"said": "failed", "task": "a", "cause": "ValueError: torn"})
+    monkeypatch.setattr(coordinator, "HANGS_S", -1.0)
+    asks.end_hung()  # sends the end of worker 0
+    late = (
+        {"said": "failed", "task": "a", "cause": LOST}
+        if fault == "died"
+        else {"said": "died", "how": "signal 9"}
+    )
+    asks.hear(0, late)
+    state = asks.states["a"]
+    assert state.status == ends and state.cause == ("" if ends == "open" else "ValueError: torn")
+    asks.close()
+
+
+def test_where_a_device_is_full_its_other_tasks_are_parked_and_alone_it_is_the_end(tmp_path: Path) -> None:
+    sent: list[tuple[int, str, str]] = []
+    tasks = [cl.Task(name, lambda: None, data=[0], steps=6, global_batch=1) for name in "ab"]  # type: ignore[arg-type,return-value]
+
+    def send(device: int, request: dict[str, Any]) -> None:
+        sent.append((device, request["do"], request["task"]))
+
+    asks = Coordinator(tasks, tmp_path, "lrtf", None, None, 1, 0, 0, send)
+    full = {"said": "full", "task": "b", "cause": "OutOfMemoryError: no room"}
+    ran = {
+        "said": "ran", "task": "a", "step": 3, "before": 0, "loss": 1.0, "held_out": None, "done": False, "open_s": 0.0,
+        "run_s": 0.1, "end_s": 0.0,
+    }  # fmt: skip
+    asks.assign()
+    asks.hear(0, ran)
+    asks.assign()
+    assert [each[1:] for each in sent] == [("run", "a"), ("run", "b")]
+    asks.hear(0, full)
+    assert [each[1:] for each in sent[2:]] == [("drop", "b"), ("park", "a")]
+    asks.hear(0, {"said": "dropped", "task": "b"})
+    asks.hear(0, {"said": "parked", "task": "a", "step": 3, "end_s": 0.0})
+    assert [each[1:] for each in sent[4:]] == [("run", "b")]
+    asks.hear(0, full)
+    assert asks.states["b"].status == "failed" and asks.states["b"].cause == full["cause"]
+    asks.close()
