@@ -33,8 +33,11 @@ from torch.autograd.function import once_differentiable
 
 import colossal_lite.kernels.attention_triton as _kernels
 
-from .launch import DENSE, Takes, TritonOp
+from .launch import DENSE, HALVES, Takes, TritonOp
 from .mask import CAUSAL, FULL, Mask, Offsets
+
+aten = torch.ops.aten
+FLASH_DEVICE = "cuda"
 
 
 def attend(
@@ -184,11 +187,14 @@ def attend_forward(
         return torch.zeros_like(q_BTHK), q_BTHK.new_full(
             (q_BTHK.shape[0], q_BTHK.shape[2], q_BTHK.shape[1]), -math.inf, dtype=_acc(q_BTHK)
         )
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
+    if flash_takes(q_BTHK, k_BSGK, mask, offsets, window):
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, shape == "causal", scale=scale)
+        return out.transpose(1, 2), lse
     if q_BTHK.device.type not in ("cpu", "meta"):
         return _forward_plain(q_BTHK, k_BSGK, v_BSGK, mask, offsets, scale, window)
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
     visible = None if shape in ("full", "causal") else visible_keys(q_BTHK, k_BSGK, mask, offsets, window)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, shape == "causal", attn_mask=_additive(visible, q.dtype), scale=scale
     )
     if visible is not None:
@@ -216,16 +222,48 @@ def attend_backward(
     shape = _shape_of_mask(q_BTHK.shape[1], k_BSGK.shape[1], mask, offsets, window)
     if shape == "nothing" or 0 in (q_BTHK.numel(), k_BSGK.numel()):
         return torch.zeros_like(q_BTHK), torch.zeros_like(k_BSGK), torch.zeros_like(v_BSGK)
-    if q_BTHK.device.type not in ("cpu", "meta") or dlse is not None or shape == "masked":
+    flash = dlse is None and flash_takes(q_BTHK, k_BSGK, mask, offsets, window)
+    if not flash and (q_BTHK.device.type not in ("cpu", "meta") or dlse is not None or shape == "masked"):
         return _backward_plain(
             dout_BTHK, q_BTHK, k_BSGK, v_BSGK, out_BTHK, lse_BHT, dlse, mask, offsets, scale, window
         )
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout_BTHK, q_BTHK, k_BSGK, v_BSGK, out_BTHK))
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse_BHT, 0.0, shape == "causal", scale=scale
-    )
+    if flash:
+        no_dropout = torch.empty(
+            2, dtype=torch.uint64, device=q.device
+        )  # its seed and offset, which nothing reads
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse_BHT.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, shape == "causal",
+            no_dropout, no_dropout, scale=scale,
+        )  # fmt: skip
+    else:
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse_BHT, 0.0, shape == "causal", scale=scale
+        )
     dq, dk, dv = (g.transpose(1, 2) for g in grads)
     return dq, dk, dv
+
+
+def flash_takes(
+    q_BTHK: Tensor, k_BSGK: Tensor, mask: Mask, offsets: Offsets = (0, 0), window: int | None = None
+) -> bool:
+    """Whether torch's flash attention on a GPU, forward and backward with a given lse, computes this.
+
+    It takes 16 bits, head widths of whole eights up to 256, and full masks.  Causal ones need as many queries as keys:
+    else its last query, not its first, is aligned.
+    """
+    queries, keys, width = q_BTHK.shape[1], k_BSGK.shape[1], q_BTHK.shape[3]
+    shape = _shape_of_mask(queries, keys, mask, offsets, window)
+    return (
+        q_BTHK.device.type == FLASH_DEVICE
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(q_BTHK.device) >= (8, 0)
+        and q_BTHK.dtype in HALVES
+        and width % 8 == 0
+        and width <= 256
+        and (shape == "full" or (shape == "causal" and queries == keys))
+        and 0 not in (q_BTHK.numel(), k_BSGK.numel())
+    )
 
 
 def merge_(out_BTHK: Tensor, lse_BHT: Tensor, part_BTHK: Tensor, part_lse_BHT: Tensor) -> None:
@@ -461,6 +499,38 @@ def attend_best(
     if path == "kernel" or more.get("kv_prefix") is not None:
         return kernel(q_BTHK, k_BSGK, v_BSGK, **options)
     return attend(q_BTHK, k_BSGK, v_BSGK, **options)
+
+
+def forward_best(
+    kernel: Callable[..., tuple[Tensor, Tensor]], q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, *,
+    mask: Mask = CAUSAL, offsets: Offsets = (0, 0), scale: float | None = None, window: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A step of a ring on a GPU: by torch's flash attention where it takes the mask, else the Triton `kernel`."""
+    takes = flash_takes(q_BTHK, k_BSGK, mask, offsets, window)
+    path = attend_forward if takes else kernel
+    return path(q_BTHK, k_BSGK, v_BSGK, mask=mask, offsets=offsets, scale=scale, window=window)
+
+
+def backward_best(
+    kernel: Callable[..., tuple[Tensor, Tensor, Tensor]], dout_BTHK: Tensor, q_BTHK: Tensor, k_BSGK: Tensor,
+    v_BSGK: Tensor, out_BTHK: Tensor, lse_BHT: Tensor, *, dlse: Tensor | None = None, mask: Mask = CAUSAL,
+    offsets: Offsets = (0, 0), scale: float | None = None, window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The backward of `forward_best`."""
+    takes = dlse is None and flash_takes(q_BTHK, k_BSGK, mask, offsets, window)
+    path = attend_backward if takes else kernel
+    return path(
+        dout_BTHK, q_BTHK, k_BSGK, v_BSGK, out_BTHK, lse_BHT, dlse=dlse, mask=mask, offsets=offsets, scale=scale,
+        window=window,
+    )  # fmt: skip
+
+
+BEST: dict[str, Callable[..., Any]] = {
+    "attend": attend_best,
+    "attend_forward": forward_best,
+    "attend_backward": backward_best,
+}
+"""What "auto" takes on a GPU in place of the Triton paths alone."""
 
 
 def _refuses(*args: Any, **named: Any) -> str | None:

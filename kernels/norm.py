@@ -3,7 +3,7 @@ residual sum.
 
     layer: y = (s - mean) * rstd * weight + bias        rstd = 1 / sqrt(variance + eps), biased variance
     rms:   y = s * rstd * weight                        rstd = 1 / sqrt(mean(s**2) + eps)
-    add:   s = residual + dropout(x), and both y and s come back
+    add:   s = residual + dropout(x), or x where there is no residual, and both y and s come back
 
 Note on the Triton path: forward keeps s, mean and rstd (8 bytes a row).  Let n be the normalised row and g = dy *
 weight.  Then ds = rstd (g - mean(g) - n mean(g n)) plus the gradient of s from the residual stream.  ds is also the
@@ -56,26 +56,39 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_layer_norm(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
     p: float = 0.0,
     rows: Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y, s): s = residual + dropout(x, p, rows), y its LayerNorm.  Without rows nothing is dropped."""
-    _check_residual("add_layer_norm", x, residual)
-    s = residual + x if rows is None else dropout_add(x, residual, p, rows)
+    """(y, s): s = residual + dropout(x, p, rows), y its LayerNorm.
+
+    Without rows nothing is dropped.  Without a residual s is x.
+    """
+    s = _sum("add_layer_norm", x, residual, p, rows)
     return layer_norm(s, weight, bias, eps), s
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, p: float = 0.0, rows: Rows | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    p: float = 0.0,
+    rows: Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y, s): s = residual + dropout(x, p, rows), y its RMSNorm."""
-    _check_residual("add_rms_norm", x, residual)
-    s = residual + x if rows is None else dropout_add(x, residual, p, rows)
+    """(y, s): as `add_layer_norm`, y the RMSNorm of s."""
+    s = _sum("add_rms_norm", x, residual, p, rows)
     return rms_norm(s, weight, eps), s
+
+
+def _sum(op: str, x: Tensor, residual: Tensor | None, p: float, rows: Rows | None) -> Tensor:
+    if residual is None:
+        return x
+    _check_residual(op, x, residual)
+    return residual + x if rows is None else dropout_add(x, residual, p, rows)
 
 
 def _check(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -313,13 +326,15 @@ def _norm_weights_wide(
 
 
 class _Norm(torch.autograd.Function):
-    """(y, s); residual, bias and rows may be None, and s is x without a residual."""
+    """(y, s); residual, bias and rows may be None, and s is x without a residual.
+
+    `streams`: s goes on, so its gradient is added to that of y.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-        rms: bool,
-        p: float, rows: Rows | None,
+        rms: bool, p: float, rows: Rows | None, streams: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         flat = matrix("norm", "x", x)
         added = flat if residual is None else matrix("norm", "residual", residual)
@@ -337,7 +352,7 @@ class _Norm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(s, weight, mean, rstd)
         ctx.rms, ctx.biased, ctx.p, ctx.rows, ctx.added = rms, bias is not None, p, rows, residual is not None
-        return y, None if residual is None else s
+        return y, (x if residual is None else s) if streams else None
 
     @staticmethod
     @once_differentiable
@@ -357,11 +372,11 @@ class _Norm(torch.autograd.Function):
         options = tile("norm_backward", shape[-1], architecture(dy.device))
         if options["COLUMNS"] >= shape[-1]:
             parts = min(len(dy), options.pop("PROGRAMS") * programs(dy.device))
-            dw, db = torch.empty(2, parts, shape[-1], dtype=torch.float32, device=dy.device)
+            sums = torch.empty(1 + ctx.biased, parts, shape[-1], dtype=torch.float32, device=dy.device)
             launch(
-                _norm_backward, (parts,), dy, s, weight, mean, rstd, stream, ds, dx, dw, db, dy.stride(0),
-                s.stride(0),
-                shape[-1], len(dy), shape[-1], *drop[1:], BIAS=ctx.biased, **flags, **options,
+                _norm_backward, (parts,), dy, s, weight, mean, rstd, stream, ds, dx, sums[0], sums[-1],
+                dy.stride(0), s.stride(0), shape[-1], len(dy), shape[-1], *drop[1:], BIAS=ctx.biased, **flags,
+                **options,
             )  # fmt: skip
         else:
             launch(
@@ -369,29 +384,25 @@ class _Norm(torch.autograd.Function):
                 s.stride(0),
                 shape[-1], shape[-1], *drop[1:], **flags, **options,
             )  # fmt: skip
-            dw, db = _weights_wide(dy, s, mean, rstd, ctx.rms, ctx.biased)
-        dweight = dw.sum(0).to(weight.dtype)
-        dbias = db.sum(0).to(weight.dtype) if ctx.biased else None
-        return dx, ds if ctx.added else None, dweight, dbias, None, None, None, None
+            sums = _weights_wide(dy, s, mean, rstd, ctx.rms, ctx.biased)
+        dweight, dbias = (*sums.sum(1).to(weight.dtype), None)[:2]
+        return dx, ds if ctx.added else None, dweight, dbias, None, None, None, None, None
 
 
-def _weights_wide(
-    dy: Tensor, s: Tensor, mean: Tensor, rstd: Tensor, rms: bool, biased: bool
-) -> tuple[Tensor, Tensor]:
-    """Partial weight gradients [parts, D]."""
+def _weights_wide(dy: Tensor, s: Tensor, mean: Tensor, rstd: Tensor, rms: bool, biased: bool) -> Tensor:
+    """Partial gradients [1 or 2, parts, D] of the weight, and of a bias."""
     rows, features = dy.shape
     options = tile("norm_weights", features, architecture(dy.device))
     columns = -(-features // options["COLUMNS"])
     parts = max(1, min(-(-rows // options["ROWS"]), 4 * programs(dy.device) // columns))
     share = -(-rows // (parts * options["ROWS"])) * options["ROWS"]
     parts = -(-rows // share) if rows else 0
-    dw, db = torch.empty(2, parts, features, dtype=torch.float32, device=dy.device)
+    sums = torch.empty(1 + biased, parts, features, dtype=torch.float32, device=dy.device)
     launch(
-        _norm_weights_wide, (columns, parts), dy, s, mean, rstd, dw, db, dy.stride(0), s.stride(0), rows,
-        features,
-        share, RMS=rms, BIAS=biased, **options,
+        _norm_weights_wide, (columns, parts), dy, s, mean, rstd, sums[0], sums[-1], dy.stride(0), s.stride(0),
+        rows, features, share, RMS=rms, BIAS=biased, **options,
     )  # fmt: skip
-    return dw, db
+    return sums
 
 
 def _drop(p: float, rows: Rows | None, x: Tensor) -> tuple[Any, ...]:
@@ -414,7 +425,7 @@ def _drop(p: float, rows: Rows | None, x: Tensor) -> tuple[Any, ...]:
 
 def _apply(
     op: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, p: float,
-    rows: Rows | None,
+    rows: Rows | None, *, streams: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(op, x, weight, bias)
     if residual is not None:
@@ -423,7 +434,7 @@ def _apply(
         threshold(p)
         rows.check(op, x)
     result: tuple[Tensor, Tensor] = _Norm.apply(  # type: ignore[no-untyped-call]
-        x, residual, weight, bias, eps, op.endswith("rms_norm"), p, rows
+        x, residual, weight, bias, eps, op.endswith("rms_norm"), p, rows, streams
     )
     return result
 
@@ -434,22 +445,22 @@ _TAKES = {
 
 
 def _triton_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    return _apply("layer_norm", x, None, weight, bias, eps, 0.0, None)[0]
+    return _apply("layer_norm", x, None, weight, bias, eps, 0.0, None, streams=False)[0]
 
 
 def _triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _apply("rms_norm", x, None, weight, None, eps, 0.0, None)[0]
+    return _apply("rms_norm", x, None, weight, None, eps, 0.0, None, streams=False)[0]
 
 
 def _triton_add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, p: float = 0.0,
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, p: float = 0.0,
     rows: Rows | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _apply("add_layer_norm", x, residual, weight, bias, eps, p, rows)
 
 
 def _triton_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, p: float = 0.0, rows: Rows | None = None
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, p: float = 0.0, rows: Rows | None = None
 ) -> tuple[Tensor, Tensor]:
     return _apply("add_rms_norm", x, residual, weight, None, eps, p, rows)
 

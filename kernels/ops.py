@@ -124,7 +124,7 @@ def select(
     raise ValueError(f"kernels: {choice!r} cannot be: {why}; legal are {LEGAL_WITHOUT}")
 
 
-FUSED = ("layer_norm", "rms_norm", "gelu", "swiglu", "rotary")
+FUSED = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "gelu", "swiglu", "rotary")
 """Ops of a block that torch.compile fuses with what stands beside them."""
 LEGAL_WITHOUT = "'auto', 'torch' (or a CUDA device, or TRITON_INTERPRET=1 to test kernels on a CPU)"
 
@@ -159,9 +159,9 @@ def _triton_ops(choice: Choice, device_type: str, strict: bool, compiled: bool) 
         paths = {op: path for op, path in paths.items() if op not in left}
     reasons = dict.fromkeys(paths, "in the interpreter" if device_type == "cpu" else f"on {device_type}")
     if choice == "auto":
-        best = functools.partial(_attention.attend_best, paths["attend"].run)
-        paths["attend"] = replace(paths["attend"], run=best)
-        reasons["attend"] += ": torch's flash or cuDNN for causal and full masks, Triton for the others"
+        for op, best in _attention.BEST.items():
+            paths[op] = replace(paths[op], run=functools.partial(best, paths[op].run))
+            reasons[op] += ": torch's flash or cuDNN for causal and full masks, Triton for the others"
     rest = "refused" if strict else "torch"
     choices = tuple(
         OpChoice(op, "triton", f"{reasons[op]}; float64: {rest}")
@@ -253,6 +253,12 @@ class Dropout(nn.Module):
         )
         assert isinstance(y, Tensor)
         return y
+
+    def for_a_kernel(self, x: Tensor) -> tuple[Tensor, float, Rows | None]:
+        """(x, p, rows) for an op that drops elements of x.  rows is None where it has nothing to drop."""
+        if not self.training or self.p == 0.0 or self.rows is None:
+            return nn.functional.dropout(x, self.p, self.training), 0.0, None
+        return x, self.p, self.rows()
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

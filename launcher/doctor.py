@@ -36,11 +36,13 @@ OPTIONAL = {
     "transformers": "models and checkpoints of Hugging Face",
     "tokenizers": "the tokenizer of examples/gpt",
 }
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_LAUNCH_BLOCKING",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
+    *ALLOCATOR,
+    "CUBLAS_WORKSPACE_CONFIG",
     "TRITON_INTERPRET",
     "OMP_NUM_THREADS",
     "GLOO_SOCKET_IFNAME",
@@ -70,6 +72,7 @@ def report(environment: Mapping[str, str] | None = None) -> tuple[DoctorRow, ...
         ("versions", versions),
         ("devices", devices),
         ("kernels", kernel_paths),
+        ("same bits twice", same_bits),
         ("host", host),
         ("limits", limits),
         ("environment", lambda: variables(environment or {})),
@@ -165,6 +168,14 @@ def devices() -> Iterator[DoctorRow]:
         yield DoctorRow("devices", f"cuda:{index}", text, "note" if half_full else "ok", why)
 
 
+def same_bits() -> Iterator[DoctorRow]:
+    """What holds of two runs on one machine with one configuration."""
+    yield DoctorRow("same bits twice", "cpu", "always", "ok", "with one number of threads")
+    if torch.cuda.is_available():
+        why = "else the backward of torch's attention adds in any order, and results differ by rounding"
+        yield DoctorRow("same bits twice", "cuda", "with deterministic=True", "note", why)
+
+
 def kernel_paths() -> Iterator[DoctorRow]:
     """The implementation that each op uses on the devices here."""
     types = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -256,3 +267,8 @@ def variables(environment: Mapping[str, str]) -> Iterator[DoctorRow]:
             slow = name == "CUDA_LAUNCH_BLOCKING" or (name, environment[name]) == ("TRITON_INTERPRET", "1")
             why = "every kernel runs far slower: meant for debugging" if slow else ""
             yield DoctorRow("environment", name, environment[name], "note" if slow else "ok", why)
+    if torch.cuda.is_available() and not any(EXPANDABLE in environment.get(name, "") for name in ALLOCATOR):
+        why = (
+            f"{ALLOCATOR[0]}={EXPANDABLE} leaves fewer gaps: memory.device_budget may be nearer to all of it"
+        )
+        yield DoctorRow("environment", ALLOCATOR[0], "without expandable segments", "note", why)

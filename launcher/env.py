@@ -30,6 +30,11 @@ DEFAULT_PORT = 29500
 DERIVED_PORT_FIRST, DERIVED_PORT_COUNT, STEPS_PER_JOB = 20000, 12288, 16
 
 
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+DETERMINISTIC = (":4096:8", ":16:8")
+"""Values of that variable with which cuBLAS gives the same bits twice."""
+
+
 class LaunchError(ValueError):
     """The environment contradicts itself. The text names the variables, their values and the legal ones."""
 
@@ -111,6 +116,19 @@ def show_one_device(local_rank: int) -> None:
         )
     if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         os.environ["CUDA_VISIBLE_DEVICES"] = shown[local_rank] if shown else str(local_rank)
+
+
+def workspace_of_cublas(*, deterministic: bool) -> str:
+    """The variable that makes cuBLAS give the same bits twice, which is set here unless it is; "" if nothing asks.
+
+    cuBLAS reads it once, at the first product.  Raises LaunchError for a value that lets it choose as it likes."""
+    if not deterministic:
+        return ""
+    value = os.environ.setdefault(CUBLAS, DETERMINISTIC[0])
+    if value not in DETERMINISTIC:
+        legal = " and ".join(DETERMINISTIC)
+        raise LaunchError(f"deterministic=True: {CUBLAS}={value} lets sums differ; legal are {legal}")
+    return value
 
 
 def detect(environ: Mapping[str, str]) -> Launch:

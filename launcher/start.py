@@ -117,6 +117,7 @@ def _launch(
         checked.check_model(model_facts)
     device = _device(checked.backend, place)
     _check_kernels(checked.kernels, device)
+    env.workspace_of_cublas(deterministic=checked.deterministic and device.type == "cuda")
     if place.rank == 0:
         for line in filter(None, (place.note, *checked.notices, *checked.warnings())):
             warnings.warn(line, stacklevel=2)

@@ -440,5 +440,7 @@ def _place(read: Read, held: Sequence[HeldTensor], layout: MeshLayout) -> Tensor
     tensor = held[index].tensor
     if fragment.box != read.slice.box or tensor.device.type != "cpu" or tensor.dtype != DTYPES[read.dtype]:
         return None
+    if held[index].fetch is not None:
+        return None
     place = held[index].view(fragment, layout)
     return place if place.is_contiguous() else None

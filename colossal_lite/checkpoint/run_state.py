@@ -20,8 +20,8 @@ from colossal_lite.sharding.shard_spec import ShardSpec
 class HeldTensor:
     """A tensor of this rank to save or to fill: elements [start, start + numel) of the flattened local tensor of
     `spec`, contiguous. `flat_axes`: leaf axes whose ranks hold other intervals (ZeRO). `is_copy`: a rank of another
-    pipeline stage saves it. `fetch` lends the elements where `tensor` is on the meta device. Elements fetched with True
-    may be changed."""
+    pipeline stage saves it. `fetch` lends the elements where `tensor` is on the meta device, or is not to be written
+    in place. Elements fetched with True may be changed."""
 
     name: str
     spec: ShardSpec

@@ -141,6 +141,9 @@ class MemoryDict(TypedDict, total=False):
     host_budget is stored on disk."""
     host_fraction: HostFractionDict
     """placement='static': shares stored on the host."""
+    chunk_bytes: int | str | None
+    """Bytes of a chunk, in the dtype of the masters. A chunk is reduced, gathered, copied and updated at
+    once. A larger parameter is a chunk by itself. None: 8 MiB on CPUs, 64 MiB on CUDA."""
     device_budget: int | str | None
     """Bytes on each device, activations included; None: all of the device's memory."""
     host_budget: int | str | None
@@ -159,6 +162,9 @@ class MemoryDict(TypedDict, total=False):
     rates: RatesDict | str | None
     """Rates of the machine, or the name of a file of `colossal-lite calibrate`. update_on='auto' without
     rates takes that file of this machine where there is one, and measures otherwise."""
+    shared_base: str | None
+    """A name for the frozen weights at zero.stage=3. Engines of one store that state it must have equal ones;
+    others are refused. None: engines with equal frozen weights share them, and others do not."""
 
 
 class PrecisionDict(TypedDict, total=False):
@@ -282,6 +288,9 @@ class ConfigDict(TypedDict, total=False):
     """Fused kernels. auto: Triton where it runs, else torch. triton: Triton only, or an error."""
     compile: Literal["none", "block"]
     """torch.compile of each block."""
+    deterministic: bool
+    """Whether torch may take only kernels that give the same bits twice. An operation that has none on this
+    device is refused by name. False: on CUDA attention and others may add in any order."""
     checkpoint: CheckpointDict
     backend: Literal["auto", "gloo", "nccl"]
     """Transport of collectives. auto: nccl between CUDA devices; on CPUs shared memory within a host and gloo

@@ -125,6 +125,9 @@ class MemoryConfig(Section):
     state, and weights at zero.stage=3. If disk_dir is set, optimizer state beyond host_budget is stored on disk."""
     host_fraction: HostFraction = HostFraction()
     """placement='static': shares stored on the host."""
+    chunk_bytes: Budget | None = None
+    """Bytes of a chunk, in the dtype of the masters. A chunk is reduced, gathered, copied and updated at once. A larger
+    parameter is a chunk by itself. None: 8 MiB on CPUs, 64 MiB on CUDA."""
     device_budget: Budget | None = None
     """Bytes on each device, activations included; None: all of the device's memory."""
     host_budget: Budget | None = None
@@ -141,6 +144,9 @@ class MemoryConfig(Section):
     rates: RatesConfig = RatesConfig()
     """Rates of the machine, or the name of a file of `colossal-lite calibrate`. update_on='auto' without rates takes
     that file of this machine where there is one, and measures otherwise."""
+    shared_base: str | None = None
+    """A name for the frozen weights at zero.stage=3. Engines of one store that state it must have equal ones; others
+    are refused. None: engines with equal frozen weights share them, and others do not."""
 
     @property
     def on_host(self) -> Fraction | tuple[int, ...]:
@@ -194,6 +200,8 @@ class MemoryConfig(Section):
     def unused_settings(self) -> Iterable[UnusedSetting]:
         if self.records_tier == "device":
             yield from self._unread_on_the_device()
+        if not self.moves:
+            yield UnusedSetting("shared_base", f"placement={self.placement!r} keeps weights on the device")
         if self.placement == "static" and not self.host_fraction.optimizer:
             why = "host_fraction.optimizer=0 keeps optimizer state on the device, and it is updated there"
             yield UnusedSetting("update_on", why)

@@ -363,12 +363,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         when=lambda config: config.zero.near is not None and config.memory.moves,
     ),
     NotBuilt(
-        "activation_checkpoint",
-        ("none", "full"),
-        "kept products under sequence parallelism and tensor modes but 1d",
-        when=lambda config: config.parallel.sequence.size > 1 or config.parallel.tensor.cuts_features,
-    ),
-    NotBuilt(
         "kernels",
         ("auto", "torch"),
         "Triton kernels in float64, which take their torch path",

@@ -63,6 +63,9 @@ class Settings(Section):
     """Fused kernels. auto: Triton where it runs, else torch. triton: Triton only, or an error."""
     compile: Literal["none", "block"] = "none"
     """torch.compile of each block."""
+    deterministic: bool = False
+    """Whether torch may take only kernels that give the same bits twice. An operation that has none on this device is
+    refused by name. False: on CUDA attention and others may add in any order."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Transport of collectives. auto: nccl between CUDA devices; on CPUs shared memory within a host and gloo between

@@ -21,7 +21,6 @@ rank order, so its bits do not depend on timing.  torch renamed collectives betw
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
@@ -45,6 +44,7 @@ from colossal_lite.distributed.shared_memory_collectives import (
     is_rounded,
 )
 from colossal_lite.distributed.watchdog import END_S, GRACE_S, CollectiveFingerprint, Watchdog, say
+from colossal_lite.observe.clock import mark
 
 NEVER_SENT = 2**31 - 1
 """The tag of a message that is never sent."""
@@ -83,7 +83,7 @@ class PendingCollective:
 
     def wait(self) -> Tensor:
         if not self._done:
-            start = time.perf_counter()
+            start = mark(self._result.device)
             try:
                 with self._comm.waiting():
                     for work in self._works:
@@ -93,7 +93,7 @@ class PendingCollective:
             self._finish()
             self._works, self._finish, self._holds = (), nothing, ()  # free what they hold
             self._done = True
-            self._comm.ledger.waited_s += time.perf_counter() - start
+            self._comm.ledger.waits.add(start, mark(self._result.device))
         return self._result
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from colossal_lite.observe.clock import TimedSpans
 from colossal_lite.observe.tables import Rows, seconds
 
 
@@ -23,7 +24,7 @@ class LedgerRow:
 class Ledger:
     """Counts the collectives of one rank since the last `clear`, and how long it waited for them."""
 
-    waited_s: float = 0.0
+    waits: TimedSpans = field(default_factory=TimedSpans)
     shared_bytes: int = 0
     """On a recording communicator: the most bytes that two exchanges in a row have in shared memory."""
     _last_shared_bytes: int = 0
@@ -32,9 +33,14 @@ class Ledger:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing meanwhile: reads of full tensors are not part of a step."""
-        kept, waited = dict(self._counts), self.waited_s
+        kept, waits, self.waits = dict(self._counts), self.waits, TimedSpans()
         yield
-        self._counts, self.waited_s = kept, waited
+        self._counts, self.waits = kept, waits
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that computing waited for other ranks: the host, or the device between two events."""
+        return self.waits.seconds
 
     def add(self, operation: str, axis: str, payload_bytes: int, calls: int = 1) -> None:
         before, total = self._counts.get((operation, axis), (0, 0))
@@ -57,4 +63,4 @@ class Ledger:
 
     def clear(self) -> None:
         self._counts.clear()
-        self.waited_s = 0.0
+        self.waits = TimedSpans()

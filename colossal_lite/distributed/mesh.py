@@ -106,7 +106,8 @@ class Mesh:
         """Create the groups of a live world. Collective: every rank of the default group calls it.
 
         Needs torch's default process group of `layout.world_size` ranks unless the world is one.  `share_memory`:
-        between ranks of one host; groups all of whose ranks share it have no group of torch's.
+        between ranks of one host; groups all of whose ranks share it have no group of torch's.  With a backend of GPUs
+        the group of all ranks is the default one: a second one would have buffers of its own on each device.
         """
         groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         limit = group_timeout(timeout_s, backend)
@@ -116,8 +117,13 @@ class Mesh:
             for ranks in layout.groups(*names):
                 if _on_one_host(hosts, ranks):
                     continue
-                group = dist.new_group(list(ranks), timeout=limit, backend=backend)
-                if rank in ranks:
+                is_default = len(ranks) == layout.world_size and backend not in (None, "gloo")
+                group = (
+                    dist.group.WORLD
+                    if is_default
+                    else dist.new_group(list(ranks), timeout=limit, backend=backend)
+                )
+                if rank in ranks and group is not None:
                     groups[names] = group
         return cls(
             layout, rank, groups=groups, exchange=exchange, hosts=hosts, timeout_s=timeout_s, explain=explain,
@@ -277,6 +283,8 @@ class Mesh:
                 self._exchange.close()
             self._exchange, groups, self._groups = None, self._groups, {}
         for group in groups.values() if dist.is_initialized() else ():
+            if group is dist.group.WORLD:  # whoever made it ends it
+                continue
             leave_group(group, aborts=bool(self.progress.broken))
         self._axes.clear()
 

@@ -28,6 +28,7 @@ from colossal_lite.data.loader import Collate, LabelForm, Loader, Place, cut, cu
 from colossal_lite.data.map_loader import MapDataset
 from colossal_lite.distributed.key_value_store import LimitedStore
 from colossal_lite.distributed.progress import reason_of
+from colossal_lite.engine.determinism import refused_by_name
 from colossal_lite.engine.stopping import Stopped, StopSignals, worker_died
 
 Held = TypeVar("Held")
@@ -235,7 +236,7 @@ def noting_faults(
     @wraps(call)
     def noting(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
         what = {"__call__": "engine(x)"}.get(call.__name__, call.__name__)
-        with self.mesh.engine_call(what, gives_up=what == "zero_grad"):
+        with self.mesh.engine_call(what, gives_up=what == "zero_grad"), refused_by_name():
             return call(self, *args, **kwargs)
 
     return noting

@@ -36,8 +36,10 @@ from torch import Tensor
 
 from colossal_lite.checkpoint.checkpointer import Saving
 from colossal_lite.checkpoint.run_state import Loaded
+from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch
 from colossal_lite.engine.context import Context, noting_faults
+from colossal_lite.engine.determinism import enforced
 from colossal_lite.engine.engine_parts import Built, assemble
 from colossal_lite.engine.engine_reports import EngineReports
 from colossal_lite.engine.engine_state import EngineState, last_save_failed
@@ -53,6 +55,7 @@ from colossal_lite.engine.step_totals import (
     all_reduce_totals,
 )
 from colossal_lite.engine.stopping import StopPoint
+from colossal_lite.engine.update_watch import UpdateWatch
 from colossal_lite.engine.user_loop import UserLoop
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.numerics.lr_schedules import learning_rate_factor
@@ -95,7 +98,7 @@ class Engine:
     ) -> None:  # fmt: skip
         config, mesh, done = context.config, context.mesh, built.parallelized
         parts = assemble(built, context, optimizer)
-        self.model, self.context, self.mesh, self.config = built.model, context, mesh, parts.config
+        self.model, self.context, self.mesh = built.model, context, mesh
         self.is_closed = False
         self._parts, self._parallelized, self._stages = parts, done, built.stages
         self._streams, self._auxiliary = built.streams, done.auxiliary
@@ -105,7 +108,9 @@ class Engine:
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
         self._memory_budget, self._updates = parts.memory_budget, parts.updates
         self._metering = parts.metering
-        forecast_batch = self._forecast_batch = forecast_batch and partial(forecast_batch, found=parts.config)
+        forecast_batch = self._forecast_batch = forecast_batch and partial(
+            forecast_batch, found=lambda: parts.config
+        )
         # forward and backward
         self._comparison = RankComparison(mesh, built.model, context.device, repeats(config))
         stated = stated_sizes(built.model, built.names.state)
@@ -123,7 +128,12 @@ class Engine:
         self._loop = UserLoop(parts, self._open, self._micro_batches, self._comparison)
         self._reports = EngineReports(parts, self._runtime, self._open, forecast_batch)
         self._state = EngineState(parts, self._open)
+        self._watch = UpdateWatch(parts, self._state.rest)
         self._at_end = ExitStack()  # runs when the context closes, unless the engine was closed before
+        self._switched = ExitStack()  # what torch was switched to for this engine
+        if config.deterministic:
+            self._switched.callback(enforced())
+        context.on_close(self._switched.close)
         self._at_end.callback(self._let_go)
         self._at_end.callback(self._state.end)
         self._at_end.callback(self._state.close_checkpoints)
@@ -132,6 +142,11 @@ class Engine:
         context.on_finish(partial(last_save_failed, self._state.checkpoints, context, self._open))
         self._state.resume_task()
         built.records.on_flush = self._state.rest
+
+    @property
+    def config(self) -> Config:
+        """The configuration, with all that was found: the mix of updates may be found anew between two steps."""
+        return self._parts.config
 
     @property
     def steps(self) -> int:
@@ -157,7 +172,9 @@ class Engine:
             parts = self._begin(batch)
         self._open.own_samples = sum(part.size for part in parts)
         self._forecast([part.inputs for part in parts])
-        with self._parts.measured(), self._comparison.giving_up(self.zero_grad):
+        if self._watch.begin([part.inputs for part in parts]):
+            self._reports.begin_step()
+        with self._parts.measured(), self._comparison.giving_up(self.zero_grad), self._watch.computing():
             self.model.train()
             self._run(parts, self._open.sums)
             self._auxiliary.check_delivered()
@@ -418,6 +435,7 @@ class Engine:
         self._optimizer.close()
         self._state.release(parked)
         self._at_end.pop_all()
+        self._switched.close()
 
     def _let_go(self) -> None:
         """Called when the context closes before the engine. Gates stay on sharded weights: a forward through them

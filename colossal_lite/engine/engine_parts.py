@@ -20,6 +20,7 @@ from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.engine.memory_report import Metering
 from colossal_lite.engine.update_timing import Updates
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.frozen_chunk import FrozenChunk
 from colossal_lite.memory.packing import ChunkSpec, trains
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
@@ -38,6 +39,7 @@ from colossal_lite.zero.gradient_hooks import StageHooks
 from colossal_lite.zero.memory_budget import MemoryBudget
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.stage_weights import weights_of
+from colossal_lite.zero.update_choice import UpdateChoice
 from colossal_lite.zero.user_optimizer import Factory, OwnOptimizer
 from colossal_lite.zero.weight_slots import ShardedWeights
 
@@ -55,7 +57,7 @@ class Built:
     """Chunks of the whole pipeline."""
     chunks: tuple[Chunk, ...]
     """Trainable chunks of this rank."""
-    frozen: tuple[WeightChunk, ...]
+    frozen: tuple[FrozenChunk, ...]
     """Frozen chunks of this rank; empty where every rank holds frozen parameters in full."""
     trainable: Mapping[str, torch.Size]
     """Trainable parameters of the whole pipeline, in the model's order, with their shapes on a rank of it."""
@@ -97,8 +99,14 @@ class EngineParts:
     """None if all state stays on the device."""
     metering: Metering
     updates: Updates
-    config: Config
-    """That of the context, with the mix of updates that was found."""
+    choice: UpdateChoice | None
+    """What has chosen the mix of updates; None for the user's own optimizer."""
+
+    @property
+    def config(self) -> Config:
+        """That of the context, with the mix of updates that was found."""
+        config, found = self.context.config, None if self.choice is None else self.choice.found
+        return config if found is None else config.derived("memory", update_on=found)
 
     def before_backward(self) -> None:
         """Run deferred updates, then prefetch the optimizer state that the next updates need first."""
@@ -143,7 +151,7 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
         is_staged=config.parallel.pipeline.is_staged,
     )  # fmt: skip
     weight_grads = _weight_grads_of(model, config)
-    optimizer, resolved = _optimizer_of(built, context, factory, parameters)
+    optimizer, choice = _optimizer_of(built, context, factory, parameters)
     if isinstance(weights, ShardedWeights) and optimizer.tiers:
         weights.up = optimizer.tiers.up
     memory_budget = _memory_budget_of(built, context, weights, optimizer, hooks, apart)
@@ -151,7 +159,7 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
     updates = Updates(chunks, optimizer, weights, hooks, metering, mesh, config)
     return EngineParts(
         built, context, parameters, apart, hooks, weights, weight_grads, optimizer, memory_budget, metering, updates,
-        resolved,
+        choice,
     )  # fmt: skip
 
 
@@ -165,13 +173,13 @@ def _weight_grads_of(model: nn.Module, config: Config) -> WeightGradStore:
 
 def _optimizer_of(
     built: Built, context: Context, factory: Factory | None, parameters: Mapping[str, nn.Parameter]
-) -> tuple[ChunkOptimizer | OwnOptimizer, Config]:
-    """The optimizer of the config, or the user's own, made by `factory`; and the config with the mix of updates that it
-    has found. Collective; raises as `chunk_optimizer`."""
+) -> tuple[ChunkOptimizer | OwnOptimizer, UpdateChoice | None]:
+    """The optimizer of the config, with what has chosen its mix of updates. Or the user's own, made by `factory`.
+    Collective; raises as `chunk_optimizer`."""
     config = context.config
     if factory is not None:
         scheduled = config.lr_scheduler.type != "constant"
-        return OwnOptimizer(built.chunks, built.trainable, factory, scheduled=scheduled), config
+        return OwnOptimizer(built.chunks, built.trainable, factory, scheduled=scheduled), None
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     ops = built.parallelized.ops
     return chunk_optimizer(built.chunks, config, ops, shapes, context.mesh, built.records, built.frozen)

@@ -33,11 +33,11 @@ class EngineReports:
         one."""
         self._parts, self._runtime, self._step = parts, runtime, step
         self._forecast_batch, self._metering = forecast_batch, parts.metering
-        self._marks = LinkMarks(parts.optimizer.links)
+        self._marks = LinkMarks(parts.optimizer, lambda: None if parts.choice is None else parts.choice.rates)
 
     def begin_step(self) -> None:
         """Start the counts of a step."""
-        self._marks.begin(self._parts.optimizer.links)
+        self._marks.begin()
         self._metering.begin()
 
     def memory_report(self) -> MemoryReport:
@@ -83,4 +83,4 @@ class EngineReports:
         )
 
     def link_report(self) -> Rows[LinkRow]:
-        return self._marks.rows(self._parts.optimizer.links)
+        return self._marks.rows()

@@ -32,6 +32,7 @@ from colossal_lite.engine.stopping import SAVES_FAILED, Stopped, StopPoint
 from colossal_lite.engine.task_resume import TaskResume
 from colossal_lite.engine.update_timing import spoilt
 from colossal_lite.memory.disk_file import DiskError
+from colossal_lite.memory.frozen_records import FrozenError
 from colossal_lite.memory.task_records import ParkedState
 
 MIXED = "a load failed halfway, or a step has spoilt them: the weights are a mix; load a checkpoint first"
@@ -58,7 +59,7 @@ class EngineState:
         """`step` is cleared if its gradients are dropped, and set by a load."""
         built, context, mesh = parts.built, parts.context, parts.context.mesh
         self.mesh = mesh
-        self._context, self._step, self._updates, self._config = context, step, parts.updates, parts.config
+        self._context, self._step, self._updates, self._parts = context, step, parts.updates, parts
         self._model, self._chunks, self._frozen = built.model, built.chunks, built.frozen
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
         pipeline = context.config.parallel.pipeline
@@ -135,7 +136,7 @@ class EngineState:
     def _save(self, directory: Path, extra: Mapping[str, Any]) -> Saving:
         with suppress(DiskError):  # reading the records raises it again, on every rank
             self.rest()
-        config = self._config
+        config = self._parts.config
         facts = RunFacts(
             self._step.number, self._step.samples_before, config.seed, config.values(), own_config(self._model),
             self._optimizer.updates(), extra, self._step.loss_scale.state, self._unit_seconds,
@@ -188,7 +189,7 @@ class EngineState:
         with suppress(DiskError):  # as in `save`
             self.rest()
         held, complete = list(self.full.held()), self.mesh.size("pipeline") == 1
-        settings = self._config.values()
+        settings = self._parts.config.values()
         self._optimizer.changing(self._frozen)
         try:
             with self.mesh.progress.during("load"):
@@ -210,6 +211,11 @@ class EngineState:
 
     def _use_loaded(self, loaded: Loaded) -> None:
         """Gather the weights anew from the loaded masters, and continue from their step."""
+        try:
+            self.full.settle()
+        except FrozenError:
+            self.checkpoints.is_mixed = True
+            raise
         for chunk in self._chunks:
             with self._optimizer.at_hand(chunk):
                 chunk.publish(0, chunk.owned[1] - chunk.owned[0])
@@ -338,5 +344,7 @@ class EngineState:
                 raise
         finally:
             self._weights.mark_failed()
-            self._optimizer.close()
-            self.release(parked)
+            try:
+                self._optimizer.close()
+            finally:
+                self.release(parked)

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from colossal_lite.checkpoint.run_state import HeldTensor
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.frozen_chunk import FrozenChunk
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.memory.transfers import to_device, to_host
-from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.parallel.layer_swap import cut_values
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
@@ -64,13 +64,15 @@ class FullState:
     def __init__(
         self, model: nn.Module, mesh: Mesh, names: GlobalNames, stages: Stages, specs: Mapping[str, ShardSpec],
         chunks: Sequence[Chunk], weights: ForwardGates, optimizer: ChunkOptimizer | OwnOptimizer,
-        frozen: Sequence[WeightChunk] = (),
+        frozen: Sequence[FrozenChunk] = (),
     ) -> None:  # fmt: skip
         """`frozen`: chunks of frozen parameters."""
         self._model, self._mesh, self._names, self._stages = model, mesh, names, stages
         self._specs = specs
         self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
         self._frozen = tuple(frozen)
+        self._lent: tuple[FrozenChunk, slice, Tensor] | None = None
+        """Frozen weights that a load may have changed: a copy of elements of a record."""
         self._parameters = names.parameters(model)
 
     def gradients(self, weight: float) -> dict[str, Tensor]:
@@ -163,6 +165,8 @@ class FullState:
                     spec, fetch = self._specs[entry.name], None
                     if flat.is_meta and isinstance(chunk, Chunk):
                         fetch = partial(self._fetched, chunk, kind, local)
+                    elif isinstance(chunk, FrozenChunk) and chunk.record is not None:
+                        fetch = partial(self._lend, chunk, local)
                     yield HeldTensor(
                         f"{kind}/{entry.name}", spec, flat[local], start, flat_axes, is_copy, fetch
                     )
@@ -181,6 +185,20 @@ class FullState:
 
     def _fetched(self, chunk: Chunk, kind: str, local: slice, write: bool) -> Tensor:
         return self._optimizer.opened(chunk, kind, local, write=write)
+
+    def _lend(self, chunk: FrozenChunk, local: slice, write: bool) -> Tensor:
+        """Elements of frozen weights; to be changed a copy, which `settle` writes."""
+        self.settle()
+        if not write:
+            return chunk.local_shard[local]
+        self._lent = chunk, local, chunk.local_shard[local].clone()
+        return self._lent[2]
+
+    def settle(self) -> None:
+        """Write the frozen weights that a load has changed. Raises FrozenError where others have them too."""
+        if self._lent is not None:
+            (chunk, local, changed), self._lent = self._lent, None
+            chunk.write(local, changed)
 
     def _tensors(self, buffer: Literal["gradient", "master"]) -> Iterator[tuple[str, Tensor]]:
         """Each trainable parameter's full tensor in host memory, from a buffer [owned] of its chunk. Collective."""

@@ -35,11 +35,11 @@ from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.engine.rank_comparison import repeats
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.frozen_chunk import FrozenChunk, state_base
 from colossal_lite.memory.host_store import HostStore
 from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.transfers import buffers_to_device, to_device, to_host
-from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT
 from colossal_lite.numerics.lr_schedules import told_of_end
 from colossal_lite.numerics.optimizers import assign_groups, check_whole_tensors, groups_of
@@ -62,6 +62,7 @@ from colossal_lite.transforms.activation_checkpoint import apply_activation_chec
 from colossal_lite.transforms.batch_statistics import check_batchwide, check_max_norm
 from colossal_lite.transforms.compile import compile_blocks
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
+from colossal_lite.zero.device_room import room_problems
 from colossal_lite.zero.memory_budget import Forecast
 from colossal_lite.zero.parameter_order import by_order, order_of_use, warn_if_out_of_order
 from colossal_lite.zero.user_optimizer import Factory, check_apart
@@ -100,7 +101,7 @@ def initialize(
     """
     if store is None:
         records = TaskRecords(task, context.device)
-    elif optimizer is not None:
+    elif optimizer is not None and store.parks:
         raise ValueError(
             "store: what an optimizer of your own keeps, only it knows; legal: a type of config.optimizer"
         )
@@ -116,7 +117,7 @@ def initialize(
             example,
             directory,
             records,
-            outlives=store is not None,
+            outlives=store is not None and store.parks,
         )
     except BaseException:
         records.give_up()
@@ -148,6 +149,7 @@ def _initialize(
     _check_optimizer(optimizer, module, parallelized.specs, context)
     data = context.mesh.size("data")
     refuse(device_problems(config.memory, config.zero, data, context.device.type))
+    refuse(room_problems(config.memory.device_budget, context.device))
     names = GlobalNames.of(module, parallelized.specs)
     micro_batch = _first_micro_batch(example, facts, context)
     measure = _seconds_of_before(directory, context) or _measure(
@@ -161,7 +163,7 @@ def _initialize(
     blocks = tuple(blocks_of(module))
     all_packed = pack_chunks(
         numels, parallelized.specs, config, context.mesh.layout, stages.homes, blocks,
-        numels.keys() - trainable.keys(),
+        numels.keys() - trainable.keys(), context.device.type,
     )  # fmt: skip
     drop_other_stages(module, stages)
     chunks, frozen = _build_chunks(
@@ -408,7 +410,12 @@ def _forecast_batch(
         return module
 
     def forecast_batch(
-        samples: int, tokens: int, *, found: Config, changes: Sequence[str] = (), trains: bool = True
+        samples: int,
+        tokens: int,
+        *,
+        found: Callable[[], Config],
+        changes: Sequence[str] = (),
+        trains: bool = True,
     ) -> Mapping[str, int] | None:
         if frozen and set(frozen) != {name for name, _ in again().named_parameters()}:
             return None  # it was changed after it was built
@@ -416,7 +423,9 @@ def _forecast_batch(
         if not trains and context.config.parallel.pipeline.is_staged:
             return None  # `plan` has no evaluation of a pipeline
         try:
-            config = Config.load(context.config, changes).settled("memory", update_on=found.memory.update_on)
+            config = Config.load(context.config, changes).settled(
+                "memory", update_on=found().memory.update_on
+            )
             with torch.enable_grad():  # an evaluation may ask
                 made = plan_of(
                     config, again, batch=samples * mesh.size("data"), sequence=tokens, layers=layers,
@@ -474,7 +483,7 @@ def _build_chunks(
     module: nn.Module, names: GlobalNames, originals: Mapping[str, nn.Parameter], recipes: Mapping[str, Recipe] | None,
     parallelized: Parallelized, packed: Sequence[ChunkSpec], stages: Stages, context: Context,
     order: Sequence[str], records: TaskRecords,
-) -> tuple[tuple[Chunk, ...], tuple[WeightChunk, ...]]:  # fmt: skip
+) -> tuple[tuple[Chunk, ...], tuple[FrozenChunk, ...]]:  # fmt: skip
     """Allocate and fill the chunks of this rank's parameters; `order` names all parameters in order of use.
 
     Trainable chunks are not filled if their records were parked. Parameters in no chunk are converted in place."""
@@ -495,9 +504,13 @@ def _build_chunks(
 
     in_turn = {name: named[name] for name in order if name in named}
     mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
+    if (base := config.memory.shared_base) is not None and config.memory.moves:
+        kept = [entry.name for spec in mine if not trains(spec) for entry in spec.entries]
+        form = {name: (named[name].shape, precision.compute) for name in kept}
+        state_base(records, base, form, context.mesh.world)
     chunks = build_chunks(
         in_turn, mine, specs, config, context.mesh, device,
-        lambda spec: stages.is_first_holder(stages_of(spec)), records,
+        lambda spec: stages.is_first_holder(stages_of(spec)), records, ops,
     )  # fmt: skip
     frozen = build_frozen(mine, config, context.mesh, device, records)
     for chunk in (*chunks, *frozen):

@@ -7,7 +7,7 @@ visiting, arena, passing, messages) `peak` is the bytes that steps used, not the
 are equal.  `arena` is one allocation that several kinds share (memory/arena.py).  With it `staging` and `visiting` are
 allocations beyond the plan, normally none.  Activations and temporaries are measured only while a `Metering` is on:
 torch's dispatcher then calls Python for each operation.  Otherwise they cost nothing.  From the beginning of a step,
-links count the bytes of requested copies, and the seconds of waiting for them.
+links count the bytes of requested copies, and the seconds of waiting for them.  They count those of their work too.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from colossal_lite.config.config import Config
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.link import Link
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.precision import ChunkTypes, Precision
 from colossal_lite.observe.memory_meter import StepMeter
 from colossal_lite.observe.memory_timeline import Level, MemoryTimeline
 from colossal_lite.observe.tables import Rows
+from colossal_lite.schedule.update_rates import Rates
 from colossal_lite.zero.build_chunks import sharding_of, slots_of
 from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.memory_budget import Forecast
@@ -72,11 +72,15 @@ class MemoryReport(Rows[MemoryRow]):
 @dataclass(frozen=True)
 class LinkRow:
     """One direction between two tiers, since the last step began: bytes of requested copies, and seconds that the
-    computation waited for them."""
+    computation waited for them. Seconds of its work are measured, and predicted by `memory.rates`. `cpu` are the
+    updates on the host. Where rates are known, `device` are those on the device."""
 
     link: str
     moved_bytes: int
     waited_s: float
+    busy_s: float = 0.0
+    predicted_s: float | None = None
+    """None where no rate is known."""
 
 
 def rows_of_state(
@@ -230,17 +234,42 @@ class Metering:
 
 
 class LinkMarks:
-    """Counts of the links at the beginning of the last step."""
+    """Counts of an optimizer's links, and of its updates, at the beginning of the last step."""
 
-    def __init__(self, links: Sequence[Link]) -> None:
-        self.begin(links)
+    def __init__(
+        self, optimizer: ChunkOptimizer | OwnOptimizer, rates: Callable[[], Rates | None] = lambda: None
+    ) -> None:
+        """`rates`: of the machine, where they are known."""
+        self._optimizer, self._rates = optimizer, rates
+        self.begin()
 
-    def begin(self, links: Sequence[Link]) -> None:
-        self._marks = [(link.moved_bytes, link.waited_s) for link in links]
+    def begin(self) -> None:
+        self._marks = {link: (link.moved_bytes, link.waited_s, link.busy_s) for link in self._optimizer.links}
+        self._updated = self._updates()
 
-    def rows(self, links: Sequence[Link]) -> Rows[LinkRow]:
+    def rows(self) -> Rows[LinkRow]:
         """The counts since then."""
-        return Rows(
-            LinkRow(link.name, link.moved_bytes - moved, link.waited_s - waited)
-            for link, (moved, waited) in zip(links, self._marks, strict=True)
+        rates, rows = self._rates(), []
+        on_host, calls, elsewhere, busy_s = (
+            now - before for now, before in zip(self._updates(), self._updated, strict=True)
         )
+        for link in self._optimizer.links:
+            moved, waited, busy = self._marks.get(link, (0, 0.0, 0.0))
+            size, due_s = link.moved_bytes - moved, None
+            if rates is not None:
+                due_s = {
+                    "h2d": size / rates.up, "d2h": size / rates.down,
+                    "cpu": on_host / rates.host_update + calls * rates.call_s,
+                }.get(link.name)  # fmt: skip
+            rows.append(LinkRow(link.name, size, link.waited_s - waited, link.busy_s - busy, due_s))
+        if rates is not None and rows:
+            rows.append(LinkRow("device", 0, 0.0, busy_s, elsewhere / rates.device_update))
+        return Rows(rows)
+
+    def _updates(self) -> tuple[float, ...]:
+        """Elements updated on the host, and calls for that; elements updated elsewhere, and seconds of that."""
+        optimizer = self._optimizer
+        if not isinstance(optimizer, ChunkOptimizer):
+            return 0.0, 0.0, 0.0, 0.0
+        on_host, elsewhere = optimizer.updated[True], optimizer.updated[False]
+        return on_host, optimizer.calls_on_host, elsewhere, optimizer.work_timer.busy_s

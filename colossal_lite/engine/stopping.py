@@ -51,7 +51,7 @@ class Stopped(SystemExit):
         return self.text
 
 
-@dataclass
+@dataclass(repr=False)  # `signal` writes one as text, with all that it replaced, twice each
 class StopSignals:
     """Records stop signals while installed. Only the main thread of a process can install handlers."""
 

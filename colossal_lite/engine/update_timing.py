@@ -198,8 +198,13 @@ class Updates:
 
         return DeferredUpdates(
             self._optimizer.plan[0], {ActionKind.UPDATE: update, **self._optimizer.moves}, end, arrive,
-            by_gradient=self._in_backward is not None, in_order=_has_shards(self._optimizer),
+            by_gradient=self._in_backward is not None, in_order=self._goes_home,
         )  # fmt: skip
+
+    @property
+    def _goes_home(self) -> bool:
+        """Whether some updated weights are copied to the host, where they rest."""
+        return any(chunk.weights_at_rest is not None for chunk in self._chunks)
 
     def _update(self, action: Action, used: Used, factor: float, scale: float) -> None:
         """Run the update of a chunk; on the host only start it."""
@@ -229,10 +234,6 @@ class Updates:
                 f"lr={lr:g} are lost in rounding ({self._config.precision.master_dtype} master weights)",
                 stacklevel=3,
             )
-
-
-def _has_shards(optimizer: ChunkOptimizer | OwnOptimizer) -> bool:
-    return isinstance(optimizer, ChunkOptimizer) and optimizer.shards is not None
 
 
 def spoilt(why: str) -> ValueError:

@@ -69,6 +69,8 @@ class TaskState:
     """How often its engine was opened."""
     deaths: int = 0
     busy_s: float = 0.0
+    base: str | None = None
+    """The name of its frozen weights, if it states one."""
 
 
 class Journal:
@@ -126,10 +128,15 @@ class Coordinator:
     port: int
     """Of the store where gangs meet."""
     send: Callable[[int, Message], None]
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of all tasks."""
     spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.states = {task.name: TaskState(task, n) for n, task in enumerate(self.tasks)}
+        self.states = {
+            task.name: TaskState(task, n, base=base_of(task, self.shared))
+            for n, task in enumerate(self.tasks)
+        }
         self.pending: list[list[Request]] = [[] for _ in range(self.devices)]
         self._decided: set[int] = set()
         self._last: list[str | None] = [None] * self.devices
@@ -235,19 +242,42 @@ class Coordinator:
                 self.send(device, {"do": "kill"})
 
     def _run(self, state: TaskState) -> None:
-        goal = self._next_goal(state)
-        steps = 1 if state.step_s is None else max(1, round(QUANTUM_S / max(state.step_s, 1e-6)))
-        to = min(goal, state.step + steps)
-        rung = self._rung_after(state)
-        held_out = self.stop is not None and self.stop.metric == "held_out" and to == rung
-        evaluates = state.task.evaluate is not None and (to == state.task.steps or held_out)
-        name = state.task.name
-        self._journal.write(
-            at_s=self._now_s, decision="run", task=name, step=state.step, to=to, devices=state.busy_on
-        )
-        state.meetings += not state.at
-        place = {"world_size": len(state.busy_on), "port": self.port, "name": f"{name}/{state.meetings}"}
-        self._ask(state.busy_on, "run", name, to=to, evaluates=evaluates, place=place)
+        most = self._most_abreast(state)
+        steps = 1 if state.step_s is None else max(1, round(QUANTUM_S / most / max(state.step_s, 1e-6)))
+        to = min(self._next_goal(state), state.step + steps)
+        group = [state, *(self._abreast(state, to)[: most - 1] if most > 1 else ())]
+        for left, each in zip(reversed(range(len(group))), group, strict=True):
+            each.busy_on, name = state.busy_on, each.task.name
+            self._journal.write(
+                at_s=self._now_s, decision="run", task=name, step=each.step, to=to, devices=each.busy_on
+            )
+            each.meetings += not each.at
+            place = {"world_size": len(each.busy_on), "port": self.port, "name": f"{name}/{each.meetings}"}
+            more = {"abreast": left} if each is state and left else {}
+            self._ask(
+                each.busy_on, "run", name, to=to, evaluates=self._evaluates(each, to), place=place, **more
+            )
+
+    def _evaluates(self, state: TaskState, to: int) -> bool:
+        held_out = self.stop is not None and self.stop.metric == "held_out" and to == self._rung_after(state)
+        return state.task.evaluate is not None and (to == state.task.steps or held_out)
+
+    def _most_abreast(self, state: TaskState) -> int:
+        """A device's share of the open tasks over one base. One whose process has died runs by itself."""
+        if state.base is None or state.deaths or len(state.busy_on) > 1:
+            return 1
+        racing = [s for s in self.states.values() if s.base == state.base and s.status == "open"]
+        return -(-len(racing) // self.devices)
+
+    def _abreast(self, state: TaskState, to: int) -> list[TaskState]:
+        """Tasks that can make the same steps beside this one, on its device: those that are open there first."""
+        found = [
+            s for s in self.states.values()
+            if s is not state and s.base == state.base and self._is_ready(s) and self._most_abreast(s) > 1
+            and s.task.devices == 1 and s.at in ((), state.busy_on)
+            and s.step == state.step and to <= self._next_goal(s)
+        ]  # fmt: skip
+        return sorted(found, key=lambda s: not s.at)
 
     def _ask(self, devices: Block, kind: Literal["run", "park", "drop"], task: str, **more: Any) -> None:
         request = Request(task, kind, devices)
@@ -371,7 +401,7 @@ class Coordinator:
         answers = list(request.answers.values())
         answer = answers[0]
         run_s, open_s, end_s = min(a["run_s"] for a in answers), answer["open_s"], answer["end_s"]
-        steps, now_s = answer["step"] - answer["before"], self._now_s
+        steps, now_s = answer["step"] - answer["before"], self._now_s - answer.get("later_s", 0.0)
         begin_s = now_s - end_s - run_s
         for device in request.devices:
             if open_s > 1e-3:
@@ -492,6 +522,12 @@ class Coordinator:
     ) -> None:  # fmt: skip
         action = Action(kind, state.task.name, state.step)
         self.spans.append(Span(device, action, max(start_s, 0.0), max(start_s, 0.0) + long_s))
+
+
+def base_of(task: Task, shared: Mapping[str, Any]) -> str | None:
+    """The name that a task states for its frozen weights."""
+    memory = task.settings(shared).get("memory")
+    return memory.get("shared_base") if isinstance(memory, Mapping) else None
 
 
 def _fell(rung: int, metrics: Mapping[str, float], kept: Sequence[str]) -> str:

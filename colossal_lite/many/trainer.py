@@ -27,6 +27,7 @@ from colossal_lite.many.policies import PolicyName
 from colossal_lite.many.results import ManyResult, read_result, write_result
 from colossal_lite.many.task import Halving, Task, check, fingerprint
 from colossal_lite.many.worker import Launch, Order
+from colossal_lite.memory.frozen_records import FrozenHandle, FrozenRecords
 
 SWEEP = "sweep.json"
 
@@ -48,12 +49,16 @@ def train(
     context.on_close(claims.close)
     _claim(claims, fingerprint(tasks, config), directory, context, resume)
     log = directory / "logs" / f"device-{context.rank}.log"
-    own = OwnDevice(Order(tuple(tasks), config, directory, save_every, launch, log, prepare))
+    frozen = FrozenRecords()  # which outlives the workers
+    order = Order(
+        tuple(tasks), config, directory, save_every, launch, log, prepare, _shared(frozen, context), context.rank
+    )  # fmt: skip
+    own = OwnDevice(order)
     try:
         if context.is_main:
             others: list[Device] = [OtherDevice(context, rank) for rank in range(1, context.world_size)]
             server, port = serve()  # held while the tasks train
-            leader = Leader(context, own, others, directory, port)
+            leader = Leader(context, own, others, directory, port, config)
             leader.run(tasks, policy, stop, on_report)
             del server
         else:
@@ -61,6 +66,13 @@ def train(
     finally:
         own.close()
     return _ended(context, directory)
+
+
+def _shared(frozen: FrozenRecords, context: Context) -> FrozenHandle | None:
+    """Where the workers of all ranks find the frozen weights: in the memory of rank 0."""
+    handle = frozen.handle() if context.is_main else None
+    told = context.mesh.world.gather_json(None if handle is None else [handle.pid, handle.descriptor])
+    return None if told[0] is None else FrozenHandle(*told[0])
 
 
 def _claim(
@@ -109,9 +121,11 @@ class Leader:
     """Rank 0: hears the workers, and lets the coordinator decide."""
 
     def __init__(
-        self, context: Context, own: OwnDevice, others: Sequence[Device], directory: Path, port: int
-    ) -> None:
+        self, context: Context, own: OwnDevice, others: Sequence[Device], directory: Path, port: int,
+        config: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         self._context, self._own, self._directory, self._port = context, own, directory, port
+        self._config = config
         self._devices: list[Device] = [own, *others]
         self._watch = Watch(context)
 
@@ -120,7 +134,7 @@ class Leader:
     ) -> None:
         coordinator = Coordinator(
             tasks, self._directory, policy, stop, on_report, len(self._devices), self._context.config.seed,
-            self._port, lambda device, request: self._devices[device].send(request),
+            self._port, lambda device, request: self._devices[device].send(request), self._config,
         )  # fmt: skip
         table = LiveTable(coordinator)
         try:

@@ -3,6 +3,7 @@
 Note: the life of a worker.
 A worker has one device. It keeps the engines of its tasks open, so going from one to another costs nothing.  A task
 leaves by a checkpoint, and its next worker goes on from there.  An error of a task closes that task alone.
+Tasks over one base that are asked for together take turns in their steps, and read one copy of it.
 The workers of a gang get the same requests in the same order. Each is a rank of the gang's world.
 Stop signals are for the supervisor. The worker ends when its supervisor does, without saving.
 """
@@ -17,9 +18,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,8 +37,12 @@ from colossal_lite.engine.context import Context
 from colossal_lite.engine.initialize import initialize
 from colossal_lite.engine.run import Run
 from colossal_lite.engine.stopping import STOP_SIGNALS
+from colossal_lite.engine.turn_taking import take_turns, turns_of
 from colossal_lite.many.task import Task
 from colossal_lite.many.task_plan import data_of, settings_of
+from colossal_lite.many.turnstile import Turnstile
+from colossal_lite.memory.frozen_records import FrozenHandle, FrozenRecords
+from colossal_lite.memory.host_store import HostStore
 
 Launch = Callable[..., Context]
 Message = dict[str, Any]
@@ -55,6 +61,10 @@ class Order:
     log: Path
     prepare: Callable[[], object]
     """Called first: chooses the device."""
+    frozen: FrozenHandle | None = None
+    """Where the frozen weights of all tasks of the host are; None: each worker has its own."""
+    holder: int = 0
+    """Which of the host's workers this is."""
 
 
 def folder_of(directory: Path, task: str) -> Path:
@@ -79,7 +89,9 @@ def serve(pipe: Connection, order: Order) -> None:
     pipe.send({"said": "ready", "pid": os.getpid()})
     with suppress(EOFError):
         while (request := pipe.recv())["do"] != "end":
-            pipe.send(worker.answer(request))
+            requests = [request, *(pipe.recv() for _ in range(request.pop("abreast", 0)))]
+            for answer in worker.answers(requests):
+                pipe.send(answer)
         worker.park_all()
         pipe.send({"said": "ended"})
 
@@ -104,13 +116,17 @@ def _write_into(log: Path) -> None:
 class OpenTask:
     """The engine of one task, and the position in its data."""
 
-    def __init__(self, order: Order, task: Task, config: Config, data: Any, place: Mapping[str, Any]) -> None:
+    def __init__(
+        self, order: Order, task: Task, config: Config, data: Any, place: Mapping[str, Any], store: HostStore
+    ) -> None:
         """`place`: rank and world of this worker, and where its gang meets."""
         self.task = task
         self.context = order.launch(config, **place)
         try:
             build = copy.deepcopy(task.build) if isinstance(task.build, nn.Module) else task.build
-            engine = initialize(build, context=self.context, criterion=task.criterion)
+            engine = initialize(
+                build, context=self.context, criterion=task.criterion, store=store, task=task.name
+            )
             self.run = Run(folder_of(order.directory, task.name), engine, save_every=order.save_every)
             self.batches: Iterator[Any] = iter(
                 self.run.batches(data, steps=task.steps, global_batch=task.global_batch)
@@ -123,8 +139,9 @@ class OpenTask:
     def step(self) -> int:
         return self.run.engine.steps
 
-    def advance(self, to: int) -> float | None:
-        """Train until so many steps are made; the last loss. Raises ValueError where a number is not finite."""
+    def advance(self, to: int, *, ends: bool = True) -> float | None:
+        """Train until so many steps are made; the last loss. `ends`: save the task's last step, if it is made. Raises
+        ValueError where a number is not finite."""
         loss, skips = None, self.context.config.precision.dtype == "fp16"  # which lowers its loss scale
         while self.step < to:
             result = self.run.step(next(self.batches))
@@ -133,7 +150,7 @@ class OpenTask:
             for name, number in numbers.items():
                 if not math.isfinite(number) and not skips:
                     raise ValueError(f"the {name} of step {self.step} is {number}")
-        if self.step == self.task.steps:
+        if ends and self.step == self.task.steps:
             next(self.batches, None)  # which saves the last step
         return loss
 
@@ -151,6 +168,7 @@ class Worker:
     def __init__(self, order: Order) -> None:
         self._order, self._tasks = order, {task.name: task for task in order.tasks}
         self._open: dict[str, OpenTask] = {}
+        self._store = HostStore(parks=False, frozen=FrozenRecords(order.frozen, order.holder))
         self._configs: dict[str, Config] = {}
         """Of each task that was opened here: planned once."""
 
@@ -165,11 +183,72 @@ class Worker:
                 return {"said": "dropped", "task": name}
             return self._run(**{key: value for key, value in request.items() if key != "do"})
         except (Exception, SystemExit) as error:
-            traceback.print_exc()
-            sys.stderr.flush()
-            self._close(name, error)
-            said = "full" if isinstance(error, torch.OutOfMemoryError | MemoryError) else "failed"
-            return {"said": said, "task": name, "cause": f"{type(error).__name__}: {error}"}
+            return self._failed(name, error)
+
+    def _failed(self, name: str, error: BaseException) -> Message:
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        self._close(name, error)
+        said = "full" if isinstance(error, torch.OutOfMemoryError | MemoryError) else "failed"
+        return {"said": said, "task": name, "cause": f"{type(error).__name__}: {error}"}
+
+    def answers(self, requests: Sequence[Message]) -> list[Message]:
+        """Answer several requests. Of tasks to be run, those whose lists have turns alike take turns in their steps.
+        `later_s` of an answer: how long the device has done something else since."""
+        if len(requests) == 1:
+            return [self.answer(requests[0])]
+        found, alike = dict[str, Message](), dict[Hashable, list[str]]()
+        for request in requests:
+            name = request["task"]
+            try:
+                if name not in self._open:
+                    self._open[name] = self._opened(self._tasks[name], request["place"])
+                turns = turns_of(self._open[name].run.engine)
+                alike.setdefault(name if turns is None else turns, []).append(name)
+            except (Exception, SystemExit) as error:
+                found[name] = self._failed(name, error)
+        for names in alike.values():
+            found |= self._by_turns(names, requests[0]["to"])
+        for request in requests:
+            if (made := found[request["task"]])["said"] == "ran":
+                ended = self.answer(request)  # evaluates, and saves a task that is over
+                found[request["task"]] = ended | (made if ended["said"] == "ran" else {})
+        return [
+            {
+                **found[request["task"]],
+                "later_s": sum(found[r["task"]].get("run_s", 0.0) for r in requests[n + 1 :]),
+            }
+            for n, request in enumerate(requests)
+        ]
+
+    def _by_turns(self, names: Sequence[str], to: int) -> dict[str, Message]:
+        """Where these tasks began, their losses, and a share of the time of all."""
+        turnstile, begun_s = Turnstile[Message](), time.monotonic()
+
+        def work(number: int, name: str) -> Message:
+            held = self._open[name]
+            before, takes = held.step, len(names) > 1
+            try:
+                if takes:
+                    take_turns(held.run.engine, partial(turnstile.turn, number))
+                loss = held.advance(to, ends=False)
+            except (Exception, SystemExit) as error:  # before the others go on
+                return self._failed(name, error)
+            finally:
+                if takes:
+                    take_turns(held.run.engine, None)
+            return {"said": "ran", "before": before, "loss": loss}
+
+        found = turnstile.run([partial(work, *each) for each in enumerate(names)])
+        share_s = (time.monotonic() - begun_s) / len(names)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return {
+            n: each | {"run_s": share_s}
+            for n, each in zip(names, found, strict=True)
+            if isinstance(each, dict)
+        }
 
     def _run(self, task: str, to: int, evaluates: bool, place: Mapping[str, Any]) -> Message:
         begun_s = time.monotonic()
@@ -192,7 +271,7 @@ class Worker:
         data = data_of(task.data)
         if task.name not in self._configs:
             self._configs[task.name] = settings_of(task, self._order.shared, data)
-        return OpenTask(self._order, task, self._configs[task.name], data, place)
+        return OpenTask(self._order, task, self._configs[task.name], data, place, self._store)
 
     def _park(self, task: str) -> Message:
         begun_s = time.monotonic()

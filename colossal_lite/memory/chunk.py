@@ -28,24 +28,26 @@ a programming error and raises.  Read a buffer only in the states that its metho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossal_lite.distributed.communicator import PendingCollective
-from colossal_lite.kernels import split
+from colossal_lite.kernels import TORCH, split
+from colossal_lite.kernels.ops import Op
 from colossal_lite.kernels.optimizer import cast_numel
 from colossal_lite.memory.arena import ArenaAllocator
-from colossal_lite.memory.gradient_squares import block_squares_of, squares_of
+from colossal_lite.memory.gradient_squares import block_squares_of
 from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkSpec, Entry
 from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import GRADIENTS, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import GradientOffloadBuffer, copied_to, to_device
-from colossal_lite.memory.weight_chunk import Groups, WeightChunk
+from colossal_lite.memory.vector_gradients import VectorGradients, add_gradient
+from colossal_lite.memory.weight_chunk import Groups, Values, WeightChunk
 from colossal_lite.numerics.precision import ChunkTypes
 
 
@@ -100,6 +102,7 @@ class Chunk(LocalShard, WeightChunk):
         staging: ArenaAllocator | None = None,
         received: ArenaAllocator | None = None,
         slot: int = 0,
+        square_sum: Op = TORCH.square_sum,
         on_host: TaskRecords | None = None,
         master_on_host: bool = False,
     ) -> None:
@@ -128,7 +131,7 @@ class Chunk(LocalShard, WeightChunk):
         )
         self._counted = tuple(counted) if counted is not None else ((0, spec.numel),)
         self.staging, self.received = staging if by_micro_batch else None, received
-        self._slot = slot
+        self._slot, self.square_sum = slot, square_sum
         # Masters that the optimizer offloads are never on the device all at once.
         self._make_masters(torch.device("cpu") if master_on_host and device.type != "meta" else device)
         self._make_gradient(device, can_rest=on_host is not None)
@@ -165,6 +168,7 @@ class Chunk(LocalShard, WeightChunk):
         self.state = GradientState.EMPTY
         self.used = [False] * len(self.spec.entries)  # entries with a gradient in this step
         self._filled = [False] * len(self.spec.entries)  # entries with a gradient in `accumulating`
+        self._vectors = VectorGradients()
         self._sums = 0  # micro-batches that `gradient` holds
         self._in_flight: PendingCollective | None = None
         self._among_copies: PendingCollective | None = None
@@ -172,6 +176,11 @@ class Chunk(LocalShard, WeightChunk):
         self._squares: tuple[Tensor, ...] = ()
         """Squares of the first sum that left a GPU for the host, while it is the only one. So it need not be copied
         back."""
+
+    def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Values | None) -> None:
+        super().adopt(parameters, initial)
+        if self.device.type == "cuda":  # where a launch costs more than the memory of what waits
+            self._vectors.most = sum(parameter.dim() == 1 for parameter in self._parameters)
 
     # ---- masters ----
 
@@ -343,21 +352,20 @@ class Chunk(LocalShard, WeightChunk):
         self.used = [False] * len(self.spec.entries)
         self._filled = [False] * len(self.spec.entries)
         self._sums, self._squares = 0, ()
+        self._vectors.drop()
         self.free_gradient()
         self._drop()
 
     def accept(self, index: int, gradient: Tensor, *, seed: float = 1.0) -> None:
         """Add the gradient of entry `index` from one micro-batch, whose backward was seeded with `seed`."""
         self.move(GradientState.ACCUMULATING)
-        entry = self.spec.entries[index]
+        entry, adds = self.spec.entries[index], self._filled[index]
         target = self._to_accumulate()[entry.start : entry.stop].view(gradient.shape)
-        if self._filled[index]:
-            target.add_(gradient, alpha=1.0 / seed)
+        if gradient.dim() == 1 and self._vectors.most > 1:
+            self._vectors.add(index, target, gradient, 1.0 / seed, adds=adds)
         else:
-            target.copy_(gradient)
-            if seed != 1.0:
-                target.mul_(1.0 / seed)  # in the wide dtype: its own would lose what the scale has saved
-            self._filled[index] = self.used[index] = True
+            add_gradient(target, gradient, 1.0 / seed, adds=adds)
+        self._filled[index] = self.used[index] = True
 
     def completed(self) -> Tensor:
         """`accumulating` with zeros for absent gradients: for sums that come before those over the sync axes."""
@@ -368,6 +376,7 @@ class Chunk(LocalShard, WeightChunk):
 
     def _zeros_where_absent(self) -> Tensor:
         accumulating = self._to_accumulate()
+        self._vectors.take()
         for entry, filled in zip(self.spec.entries, self._filled, strict=True):
             if not filled:
                 accumulating[entry.start : entry.stop].zero_()
@@ -486,6 +495,13 @@ class Chunk(LocalShard, WeightChunk):
         (squares,) = self._squares or self._squares_of(self.gradient)
         return squares
 
+    def counted(self) -> list[Tensor] | None:
+        """The elements whose squares are still to be summed, where they are on the device; else None."""
+        assert self.state is GradientState.REDUCED and not self.ordered
+        if self._squares or self.gradient.device != self.device:
+            return None
+        return [self.gradient[span] for span in self._counted_spans()]
+
     def block_squares(self, entry: Entry) -> Tensor:
         """Squares [blocks] of the norms of an entry's blocks, float64. Blocks in other ranks' shares and elements
         that this rank does not count are zero. The bits do not depend on where the chunk is cut."""
@@ -499,7 +515,8 @@ class Chunk(LocalShard, WeightChunk):
         if self.ordered:
             yield from (self._block_squares(gradient, entry) for entry in self.spec.entries)
             return
-        yield squares_of(gradient, self._counted_spans(), self.device)
+        parts = [to_device(gradient[span], self.device) for span in self._counted_spans()]
+        yield self.square_sum(parts) if parts else torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _block_squares(self, gradient: Tensor, entry: Entry) -> Tensor:
         spans = self._counted_spans(entry.start, entry.stop)

@@ -11,7 +11,7 @@ On a *stream* work returns at once, and its end is an event.  The device's own s
 goes on.  A host that reads the bytes itself waits for the event (`ended`).  A copy begins after all computing issued
 before it was requested (`now`).  So it reads what was written by then, and overwrites nothing that is still read.
 Other needs of one stream on another are events among `before`.
-Cost: an event a copy, two with a time for each wait.
+Cost: three events a copy, two of them with a time, and two with a time for each wait.
 Source: the three races of stream-ordered offloading, DeepSpeed pull request 8186; tests/offload/test_streams.py.
 """
 
@@ -20,12 +20,14 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from colossal_lite.observe.clock import TimedSpans, event_on
 
 POLL_S = 2e-5
 
@@ -105,6 +107,11 @@ class CopyExecutor(ABC):
     def held_s(self) -> float:
         """Seconds that computing has waited so."""
 
+    @property
+    @abstractmethod
+    def busy_s(self) -> float:
+        """Seconds of all work that has ended, emulated ones among them."""
+
     def begin_thread(self) -> None:
         """Called by each thread of a link before its first work."""
         return
@@ -119,7 +126,7 @@ class ThreadExecutor(CopyExecutor):
 
     def __init__(self, speed: LinkSpeed = AS_IT_COPIES, bus: Bus | None = None) -> None:
         self.speed, self.bus = speed, bus or Bus()
-        self._held_s = 0.0
+        self._held_s = self._busy_s = 0.0
         self._hurries = threading.Event()
 
     def now(self) -> None:
@@ -135,6 +142,7 @@ class ThreadExecutor(CopyExecutor):
         left_s = self.bus.take(start, self.speed.seconds(size_bytes)) - time.perf_counter()
         if left_s > 0:
             self._hurries.wait(left_s)
+        self._busy_s += time.perf_counter() - start
 
     def block_compute_until(self, handed: Callable[[], Event | None]) -> None:
         start = time.perf_counter()
@@ -145,8 +153,34 @@ class ThreadExecutor(CopyExecutor):
     def held_s(self) -> float:
         return self._held_s
 
+    @property
+    def busy_s(self) -> float:
+        return self._busy_s
+
     def skip_emulated_delay(self) -> None:
         self._hurries.set()
+
+
+class ComputeTimer:
+    """Adds up the seconds of some of a device's computing."""
+
+    def __init__(self, device: torch.device, streams: Any = torch.cuda) -> None:
+        self._streams, self._device = streams if device.type == "cuda" else None, device
+        self._spans = TimedSpans()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a part of it."""
+        start = self._mark()
+        yield
+        self._spans.add(start, self._mark())
+
+    @property
+    def busy_s(self) -> float:
+        return self._spans.seconds
+
+    def _mark(self) -> Any:
+        return time.perf_counter() if self._streams is None else event_on(self._device, self._streams)
 
 
 class StreamExecutor(CopyExecutor):
@@ -158,8 +192,7 @@ class StreamExecutor(CopyExecutor):
         """`streams`: what has torch.cuda's `Stream`, `Event`, `current_stream`, `stream` and `set_device`."""
         self._device, self._streams = device, streams
         self._stream = streams.Stream(device)
-        self._held: deque[tuple[Event, Event]] = deque()  # before and after each wait of the computing
-        self._held_s = 0.0
+        self._held, self._busy = TimedSpans(), TimedSpans()  # waits of the computing, and copies
 
     def begin_thread(self) -> None:
         """A new thread has device 0, and leaving a stream sets it again: on other ranks' device, with memory there."""
@@ -175,35 +208,30 @@ class StreamExecutor(CopyExecutor):
         with self._streams.stream(self._stream):
             for event in before:
                 self._stream.wait_event(event)
+            start = event_on(self._device, self._streams)
             work()
+            self._busy.add(start, event_on(self._device, self._streams))
             end: Event = self._stream.record_event()
         return end
 
     def block_compute_until(self, handed: Callable[[], Event | None]) -> None:
-        stopped = self._timed()
+        stopped = event_on(self._device, self._streams)
         event = handed()  # a host that has to wait for this leaves the device without work meanwhile
         if event is not None:
             self._computing.wait_event(event)
-        self._held.append((stopped, self._timed()))
-        self._fold()
+        self._held.add(stopped, event_on(self._device, self._streams))
 
     @property
     def held_s(self) -> float:
         """Seconds of the waits that the device has finished."""
-        self._fold()
-        return self._held_s
+        return self._held.seconds
+
+    @property
+    def busy_s(self) -> float:
+        return self._busy.seconds
 
     def skip_emulated_delay(self) -> None:
         """Nothing is emulated."""
-
-    def _fold(self) -> None:
-        while self._held and self._held[0][1].query():
-            stopped, went_on = self._held.popleft()
-            self._held_s += stopped.elapsed_time(went_on) / 1e3
-
-    def _timed(self) -> Event:
-        event: Event = self._computing.record_event(self._streams.Event(enable_timing=True))
-        return event
 
     @property
     def _computing(self) -> Any:

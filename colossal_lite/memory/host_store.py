@@ -5,6 +5,9 @@ Note: sharing.  The memory and versions of records are in memory/task_records.py
 with it, through /proc of the owner.  It may lock the memory beside a device of its own.  When the owner ends, memory
 that others have mapped remains.  When the owner drops a task, readers see that its records are gone.
 
+Frozen weights are not a task's own.  Engines of one store that have equal ones share their memory
+(memory/frozen_records.py), also with engines of other processes.  It is freed when the last of these engines closes.
+
 An engine without a store of its user has one of its own, which ends with it.
 Cost: a descriptor and a mapping for each task.  A system without memfd cannot share.
 Source: Hydra's host segment, arXiv 2110.08633.
@@ -18,6 +21,8 @@ from dataclasses import dataclass
 import torch
 
 from colossal_lite.distributed import host_handshake, send_buffer
+from colossal_lite.memory.frozen_records import FrozenRecords
+from colossal_lite.memory.frozen_slots import FrozenSlots
 from colossal_lite.memory.task_records import (
     DIRECTORY_BYTES,
     MAGIC,
@@ -48,7 +53,12 @@ class HostStore:
     An engine whose memory.host_budget has no room for that is rejected. Other tasks do not count in its budget.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, parks: bool = True, frozen: FrozenRecords | None = None) -> None:
+        """`parks`: False: a task's records end with its engine, which shares its frozen weights only. `frozen`: those
+        of the processes that share them; None: of the engines of this store."""
+        self.parks, self.frozen = parks, FrozenRecords() if frozen is None else frozen
+        self.slots = FrozenSlots()
+        """On the device, of the frozen weights that engines read."""
         self._tasks: dict[str, TaskRecords] = {}
 
     @property
@@ -61,7 +71,7 @@ class HostStore:
         ended before its updates were finished."""
         records = self._tasks.get(task)
         if records is None or (records.is_blank and not records.is_open):
-            records = self._tasks[task] = TaskRecords(task, beside)
+            records = self._tasks[task] = TaskRecords(task, beside, self.frozen, self.slots)
         elif records.is_open:
             raise StoreError(
                 f"store: task {task!r} has an engine; legal: close that one first, or another task="
@@ -121,8 +131,14 @@ class HostStore:
             self._of(name).on_flush()
 
     def taken_bytes(self, task: str) -> int:
-        """Bytes of host memory of a task's records: each rounded up to a page, and 64 bytes for each."""
+        """Bytes of host memory of a task's records: each rounded up to a page, and 64 bytes for each. Frozen weights
+        are in none of them."""
         return self._of(task).taken_bytes
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of host memory of the frozen weights of all tasks: each rounded up to a page, and 64 for each."""
+        return self.frozen.taken_bytes
 
     def drop(self, task: str) -> None:
         """Drop a task that has no engine any more. Raises StoreError."""
@@ -139,7 +155,7 @@ class HostStore:
 
     def __repr__(self) -> str:
         rows = ", ".join(f"{task}: {records.taken_bytes:,} bytes" for task, records in self._tasks.items())
-        return f"HostStore({rows})"
+        return f"HostStore({rows}{'; ' * bool(rows)}frozen: {self.frozen_bytes:,} bytes)"
 
     def _of(self, task: str) -> TaskRecords:
         if task not in self._tasks:

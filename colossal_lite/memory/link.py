@@ -164,6 +164,11 @@ class Link:
         """Seconds waited for copies: by a GPU's computing, by its own clock, and by the host."""
         return self.executor.held_s + self.blocked_s
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds for which it has copied."""
+        return self.executor.busy_s
+
     def copy(
         self, target: Tensor, source: Tensor, *, after: Sequence[Transfer] = (),
         priority: Priority = Priority.DEMAND, then: Callable[[], object] | None = None,

@@ -34,6 +34,9 @@ from torch import Tensor
 
 from colossal_lite.distributed import host_handshake, send_buffer
 from colossal_lite.memory.disk_layout import PAGE_BYTES
+from colossal_lite.memory.frozen_records import FrozenRecord, FrozenRecords, Same
+from colossal_lite.memory.frozen_slots import FrozenSlots
+from colossal_lite.memory.link import Transfer
 from colossal_lite.memory.pinned import host_room, lock, locked
 
 OPTIMIZER, WEIGHTS, GRADIENTS = "optimizer", "weights", "gradients"
@@ -194,9 +197,20 @@ class ParkedState:
 class TaskRecords:
     """Allocates and writes the records of one task, in the engine that has it open."""
 
-    def __init__(self, task: str, beside: torch.device) -> None:
-        """`beside`: the device that copies from and to them; on meta no record has memory."""
+    def __init__(
+        self,
+        task: str,
+        beside: torch.device,
+        frozen: FrozenRecords | None = None,
+        slots: FrozenSlots | None = None,
+    ) -> None:
+        """`beside`: the device that copies from and to them; on meta no record has memory. `frozen`: where frozen
+        weights are shared; None: with no other engine. `slots`: where they are shared on the device; None: nowhere."""
         self.task, self.beside = task, beside
+        self.frozen = FrozenRecords() if frozen is None else frozen
+        self.slots = slots
+        self._frozen_used: list[FrozenRecord] = []
+        self._slots_used: list[tuple[FrozenRecord, int]] = []
         self.is_open, self.is_blank = True, True
         """Whether an engine has them open; whether none ever had."""
         self.kept: ParkedState | None = None
@@ -235,6 +249,43 @@ class TaskRecords:
         if kind == GRADIENTS:
             self.begin(chunk, kind)
         return room
+
+    def take_frozen(
+        self, name: bytes, numel: int, dtype: torch.dtype, *, same: Same, fill: Callable[[Tensor], object],
+        base: str | None,
+    ) -> FrozenRecord:  # fmt: skip
+        """As `FrozenRecords.take`, until the engine ends."""
+        record = self.frozen.take(name, numel, dtype, self.beside, same=same, fill=fill, base=base)
+        self._frozen_used.append(record)
+        return record
+
+    def give_frozen(self, record: FrozenRecord) -> None:
+        """End the use of a frozen record."""
+        self._frozen_used.remove(record)
+        if self.slots is not None and record.users == 1:
+            self.slots.forget(record)
+        self.frozen.give(record)
+
+    def take_slot(
+        self, record: FrozenRecord, start_bytes: int, copy: Callable[[Tensor], Transfer]
+    ) -> tuple[Tensor, Transfer]:
+        """As `FrozenSlots.take`, until the engine ends."""
+        assert self.slots is not None
+        found = self.slots.take(record, start_bytes, copy)
+        self._slots_used.append((record, start_bytes))
+        return found
+
+    def give_slot(self, record: FrozenRecord, start_bytes: int) -> None:
+        """As `FrozenSlots.give`."""
+        assert self.slots is not None
+        self._slots_used.remove((record, start_bytes))
+        self.slots.give(record, start_bytes)
+
+    def _give_all_frozen(self) -> None:
+        for used in tuple(self._slots_used):
+            self.give_slot(*used)
+        while self._frozen_used:
+            self.give_frozen(self._frozen_used[-1])
 
     def is_new(self, chunk: int, kind: str) -> bool:
         """Whether no earlier engine has left this record."""
@@ -361,6 +412,7 @@ class TaskRecords:
         """Undo `open`: the engine was not made."""
         for name in tuple(self._new):
             self.free(*name)
+        self._give_all_frozen()
         self.misfits.clear()
         self.is_open = False
         if self.is_blank:
@@ -371,12 +423,14 @@ class TaskRecords:
         for name in tuple(self._rooms):
             if name[1] == GRADIENTS:
                 self.free(*name)
+        self._give_all_frozen()
         self._new.clear()
         self.kept, self.is_open, self.is_blank, self.on_flush = kept, False, False, nothing
 
     def close(self) -> None:
         """Drop the records: no process can attach any more, and readers raise. The memory is freed with its last
         tensor."""
+        self._give_all_frozen()
         for index in self._entries.values():
             words, _ = self._segment()
             words[index * ENTRY_WORDS + STATE] = 0

@@ -6,6 +6,8 @@ Every layer keeps [B, T, D].  A block is two branches on one residual stream, ea
     x = x + dropout(attention(norm1(x)))
     x = x + dropout(mlp(norm2(x)))
 
+A whole block computes the sum before norm2 with the norm, in one kernel on a GPU.
+
 Everything except nn.Linear and nn.Embedding is computed by `self.ops` (colossal_lite.kernels.Ops), by default torch's
 own functions.  qkv is one linear with output blocks [q | k | v], gate and up one with [gate | up].  Attention reads its
 numbers of heads from `self.heads` and `self.kv_heads`.  A rank with a part of the heads sets only these two.  Initial
@@ -181,16 +183,41 @@ class Norm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        y: Tensor
-        if self.kind == "rms":
-            y = self.ops.rms_norm(x_BTD, self.weight, self.eps)
-        else:
-            y = self.ops.layer_norm(x_BTD, self.weight, self.bias, self.eps)
-        return y
+    def forward(
+        self,
+        x_BTD: Tensor,
+        residual: Tensor | None = None,
+        dropout: Dropout | None = None,
+        *,
+        streams: bool = False,
+    ) -> Any:
+        """norm(x).  With `streams` the pair (norm(s), s) of s = residual + dropout(x), or x without a residual."""
+        affine = (self.weight,) if self.kind == "rms" else (self.weight, self.bias)
+        if not streams:
+            norm = self.ops.rms_norm if self.kind == "rms" else self.ops.layer_norm
+            return norm(x_BTD, *affine, self.eps)
+        x_BTD, p, rows = (x_BTD, 0.0, None) if dropout is None else dropout.for_a_kernel(x_BTD)
+        add_norm = self.ops.add_rms_norm if self.kind == "rms" else self.ops.add_layer_norm
+        return add_norm(x_BTD, residual, *affine, self.eps, p, rows)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {tuple(self.weight.shape)}, eps={self.eps}, bias={self.bias is not None}"
+
+
+def sum_and_norm(
+    norm: nn.Module, x_BTD: Tensor, residual: Tensor | None = None, dropout: nn.Module | None = None
+) -> tuple[Tensor, Tensor]:
+    """(norm(s), s) of s = residual + dropout(x), or x without a residual; by one op unless a module was changed."""
+    if _is_plain(norm, Norm) and (dropout is None or _is_plain(dropout, Dropout)):
+        y, s = norm(x_BTD, residual, dropout, streams=True)
+        return y, s
+    s = x_BTD if dropout is None else dropout(x_BTD, residual)
+    return norm(s), s
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module is of this class, with its forward, and nothing reads its output."""
+    return type(module) is kind and "forward" not in module.__dict__ and not module._forward_hooks
 
 
 class Attention(nn.Module):
@@ -208,10 +235,13 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, positions: Tensor, mask: Mask) -> Tensor:
         qkv = self.qkv(x_BTD).unflatten(2, (-1, self.head_width))  # [B, T, H + 2 G, K]
-        qk, v_BTGK = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
-        if self.rotary_base is not None:
-            qk = self.ops.rotary(qk, positions, self.rotary_base)
-        q_BTHK, k_BTGK = qk.split((self.heads, self.kv_heads), dim=2)
+        if self.rotary_base is None:
+            q_BTHK, k_BTGK, v_BTGK = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        else:
+            qk, v_BTGK = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
+            q_BTHK, k_BTGK = self.ops.rotary(qk, positions, self.rotary_base).split(
+                (self.heads, self.kv_heads), dim=2
+            )
         y_BTHK = self.ops.attend(q_BTHK, k_BTGK, v_BTGK, mask=mask)
         y: Tensor = self.out(y_BTHK.flatten(2))
         return y
@@ -253,7 +283,12 @@ class Block(nn.Module):
         self.dropout2 = Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor, positions: Tensor, mask: Mask) -> Tensor:
-        return self.feed(self.mix(x_BTD, positions, mask))
+        """`feed` of `mix`; each norm also gives the stream, whose gradients it adds."""
+        y_BTD, x_BTD = sum_and_norm(self.norm1, x_BTD)
+        y_BTD = self.attention(y_BTD, positions, mask)
+        y_BTD, x_BTD = sum_and_norm(self.norm2, y_BTD, x_BTD, self.dropout1)
+        y: Tensor = self.dropout2(self.mlp(y_BTD), x_BTD)
+        return y
 
     def mix(self, x_BTD: Tensor, positions: Tensor, mask: Mask) -> Tensor:
         """Add the attention branch to the stream."""

@@ -91,8 +91,10 @@ class HostUpdates:
         self._coming: dict[int, Transfer] = {}  # what a reader of the new weights waits for
         self._leaving: dict[int, Transfer] = {}  # copies that read a gradient
 
-    def settle(self, on_host: Collection[int]) -> None:
-        """Update these chunks on the host from now on, and allocate their slots. No copy may be in flight."""
+    def settle(self, on_host: Collection[int], mix: UpdateMix | None = None) -> None:
+        """Update these chunks on the host from now on, as early as a new `mix` says, and allocate their slots. No copy
+        may be in flight."""
+        self._mix = mix or self._mix
         self.crossings = {index: crossing_of(self._chunks[index]) for index in sorted(on_host)}
         self._gradients = self._both = self._written = Buffers(())  # the old ones go first
         self._came.clear()

@@ -130,6 +130,12 @@ class OffloadedOptimizerStates:
         """Of the places, and of the slots."""
         return self.record_bytes("host") + (self.disk.host_bytes if self.disk else 0)
 
+    def follow(self, mix: UpdateMix) -> None:
+        """Copy to the device what this mix updates there, through places of its own. Nothing may be on its way."""
+        self.flush()
+        self._mix = mix
+        self.settle_places(None)
+
     def settle_places(self, arena: Arena | None) -> None:
         """Allocate places on the device for copies of records, in `arena`; None: in one of their own."""
         self._slots = ArenaAllocator((), self._dtype, self._device)  # the old ones go first

@@ -47,6 +47,7 @@ from typing import NamedTuple
 
 from colossal_lite.offload.pieces import (
     PASSING,
+    VISITING,
     VISITORS,
     Name,
     StagingBuffer,
@@ -62,8 +63,9 @@ from colossal_lite.schedule.interval_packing import (
     LiveRange,
     changes_of,
     pack_live_ranges,
+    packed_apart,
 )
-from colossal_lite.schedule.step_moments import Backwards, SharedInterval, shared_interval
+from colossal_lite.schedule.step_moments import ACCUMULATING, Backwards, SharedInterval, shared_interval
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,24 @@ class StatePlacement:
     def arena(self) -> ArenaPlan:
         """Where in it everything is, and when."""
         return pack_live_ranges([*(self.beside or ()), *_live_ranges_of(self.pieces, self.off_device)])
+
+    @property
+    def arena_with_room(self) -> ArenaPlan:
+        """As `arena`, in as many bytes. Where these suffice, what updates leave to a slow link is apart from the first
+        gradients of the next backward, from as many as there is room for."""
+        begin = min((one.start for one in self.arena.live_ranges if one.what == ACCUMULATING), default=0)
+        leaving = {VISITING[kind].what for kind in (StateKind.WEIGHTS, StateKind.OPTIMIZER)}
+        last = max((piece.name.chunk for piece in self.pieces), default=0)
+        for count in (last + 1, 8, 4, 2):
+            stop = begin + 2 * count
+            longer = {
+                (one.what, one.number): replace(one, start=begin, gap=range(stop, one.start))
+                for one in self.arena.live_ranges
+                if one.what in leaving and one.number > last - VISITORS and stop < one.start
+            }
+            if (found := packed_apart(self.arena, longer)) is not self.arena:
+                return found
+        return self.arena
 
     def tier_of(self, name: Name) -> str:
         return "disk" if name in self.on_disk else "host" if name in self.on_host else "device"

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.parallel.tensor_1d_layers import SharedHead
+from colossal_lite.transforms.saved_results import save_for_recompute
 from colossal_lite.transforms.split_backward import WeightGradStore, add_bias, deliver
 
 # ---- the product ----
@@ -70,8 +71,12 @@ class _Product(Function):
         ):  # the parameter itself takes the gradient; a saved tensor may be a recomputed copy
             ctx.given = weight
         ctx.save_for_backward(x, weight)
-        x_parts, w_parts = _gather_async(x, cut.x), _gather_async(weight, cut.weight)
-        return _scatter_async(F.linear(x_parts(), w_parts()), cut.y)()
+
+        def product() -> Tensor:
+            x_parts, w_parts = _gather_async(x, cut.x), _gather_async(weight, cut.weight)
+            return _scatter_async(F.linear(x_parts(), w_parts()), cut.y)()
+
+        return save_for_recompute(product, x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.kernels import Mask, Ops
+from colossal_lite.transforms.saved_results import save_for_recompute
 
 
 class Seen(NamedTuple):
@@ -188,18 +189,24 @@ class _Blocks(Function):
         documents: Documents | None, scale: float | None,
     ) -> Tensor:  # fmt: skip
         coord = carrier.comm.coord
-        out: Tensor | None = None
-        lse: Tensor | None = None
-        for source, (keys, values) in carrier.blocks(torch.stack((k, v))):
-            part = seen(coord, source, q.shape[1], causal)
-            options = _options(coord, source, part, documents, scale)
-            more = ops.attend_forward(q[:, part.queries], keys[:, part.keys], values[:, part.keys], **options)
-            if out is None or lse is None:
-                out, lse = more[0].to(more[1].dtype), more[1]
-            else:
-                ops.attend_merge_(out[:, part.queries], lse[:, :, part.queries], *more)
-        assert out is not None and lse is not None
-        result: Tensor = out.to(q.dtype)
+
+        def attended() -> tuple[Tensor, Tensor]:
+            out: Tensor | None = None
+            lse: Tensor | None = None
+            for source, (keys, values) in carrier.blocks(torch.stack((k, v))):
+                part = seen(coord, source, q.shape[1], causal)
+                options = _options(coord, source, part, documents, scale)
+                more = ops.attend_forward(
+                    q[:, part.queries], keys[:, part.keys], values[:, part.keys], **options
+                )
+                if out is None or lse is None:
+                    out, lse = more[0].to(more[1].dtype), more[1]
+                else:
+                    ops.attend_merge_(out[:, part.queries], lse[:, :, part.queries], *more)
+            assert out is not None and lse is not None
+            return out.to(q.dtype), lse
+
+        result, lse = save_for_recompute(attended, q)
         ctx.save_for_backward(q, k, v, result, lse)
         ctx.rest = (carrier, ops, causal, documents, scale)
         return result

@@ -17,7 +17,6 @@ Cost of a message: its bytes, in the ledger; headers are not counted.
 from __future__ import annotations
 
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +32,7 @@ from colossal_lite.distributed.communicator import Communicator, PendingCollecti
 from colossal_lite.distributed.progress import Progress
 from colossal_lite.memory.arena import Pool
 from colossal_lite.memory.transfers import to_device, to_host
+from colossal_lite.observe.clock import Mark, host_seconds, mark
 from colossal_lite.schedule.footprint import HEADER_BYTES, IN_FLIGHT, Subject
 from colossal_lite.schedule.footprint import subject_of as _subject
 from colossal_lite.schedule.plan import COMPUTE_KINDS, MESSAGES, SENDS, Action, ActionKind, Plan
@@ -170,8 +170,8 @@ class Runtime:
     progress: Progress
     plan: Plan | None = None
     """That of the last run."""
-    spans: list[ActionSpan] = field(default_factory=list)
-    """What ran when in the last run, in seconds of this host's clock."""
+    ran: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
+    """What ran from when to when in the last run."""
     live_peak: int = 0
     """Most activations (of one F each) that were held at once in the last run."""
     _agreed: set[Hashable] = field(default_factory=set)
@@ -199,15 +199,15 @@ class Runtime:
         actions = [action for action in plan[self.comm.coord] if action.kind is not ActionKind.UPDATE]
         here = {shape for i, shape in enumerate(shapes) if not work.is_empty(i)}
         step = _Step(self, actions, work, shapes, slots, agrees=not self.knows(here))
-        self.plan, self.spans, self.live_peak = plan, [], 0
+        self.plan, self.ran, self.live_peak = plan, [], 0
         try:
             for action in step.actions:
                 self.progress.phase = self._phase(action)
-                step.start_s = time.perf_counter()
+                step.start = mark(self.device)
                 step.do(action)
                 if action is step.last_forward:
                     work.forwards_ended()
-                self.spans.append(ActionSpan(self.comm.coord, action, step.start_s, time.perf_counter()))
+                self.ran.append((action, step.start, mark(self.device)))
             step.finish()
         except BaseException as error:
             if self.comm.size > 1:  # other ranks wait for its messages, or have sent theirs
@@ -215,8 +215,15 @@ class Runtime:
             raise
         self._agreed |= here
 
+    @property
+    def spans(self) -> list[ActionSpan]:
+        """What ran when in the last run, in seconds of this host's clock. Waits for the device."""
+        marks = [at for _, *both in self.ran for at in both]
+        times = iter(host_seconds(marks, self.device))
+        return [ActionSpan(self.comm.coord, action, next(times), next(times)) for action, *_ in self.ran]
+
     def timeline(self) -> ScheduleTimeline:
-        """What each rank did in the last run, and when, by its host's clock. Collective."""
+        """What each rank did in the last run, and when, by its host's clock; a GPU tells by events. Collective."""
         mine = [[str(span.action), span.start_s, span.end_s] for span in self.spans]
         with self.comm.ledger.paused():
             rows = self.comm.gather_json(mine)
@@ -267,7 +274,7 @@ class _Step:
         self.leaving: dict[tuple[ActionKind, Subject], tuple[MessageMeta, list[Tensor]]] = {}
         self.lent: dict[Subject, list[tuple[Pool, Tensor]]] = {}
         self.flying: deque[list[PendingCollective]] = deque()
-        self.start_s = 0.0  # of the action that is done, what it waits for not included
+        self.start: Mark = 0.0  # of the action that is done, what it waits for not included
         self.live: set[Subject] = set()
         self.later: dict[Subject, DeferredWeightGrads] = {}
         self.sends = {(a.kind, _subject(a)) for a in actions if a.kind in SENDS}
@@ -375,7 +382,7 @@ class _Step:
 
     def _arrived(self, came: _Arriving) -> tuple[Tensor, ...]:
         tensors = came.wait()
-        self.start_s = time.perf_counter()
+        self.start = mark(self.runtime.device)
         return tensors
 
     def _weights(self, subject: Subject) -> None:

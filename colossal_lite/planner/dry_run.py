@@ -106,7 +106,9 @@ class Whole:
         """The chunks of its parameters, frozen ones last."""
         both = {**self.trainable, **self.frozen}
         numels = {name: both[name] for name in self.specs}
-        return pack_chunks(numels, self.specs, config, layout, homes, self.blocks, self.frozen)
+        on_cuda = config.backend == "nccl" or (config.backend == "auto" and torch.cuda.is_available())
+        device_type = "cuda" if on_cuda else "cpu"  # as `launch` chooses it
+        return pack_chunks(numels, self.specs, config, layout, homes, self.blocks, self.frozen, device_type)
 
 
 @dataclass(frozen=True)

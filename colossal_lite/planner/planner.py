@@ -42,6 +42,7 @@ from colossal_lite.planner.step_estimate import (
     samples_of,
 )
 from colossal_lite.planner.step_list import step_list
+from colossal_lite.schedule.update_rates import operations_of
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen
 
 
@@ -78,7 +79,9 @@ def plan(
     gathers = gathers_of(dry, model, max(pieces) or 1, whole, (*chunks, *frozen))
     mesh.ledger.clear()
     tokens = sum(pieces) * sequence // mesh.size("sequence")
-    operations = _operations(config, tokens, sum(whole.trainable.values()))
+    operations = operations_of(
+        sum(whole.trainable.values()), tokens, recomputes=config.activation_checkpoint == "full"
+    )
     state = memory_rows(config, chunks, gathers, whole, costs[max(pieces)], frozen, operations)
     record_step(chunks, gathers, config, mesh, whole, frozen)
     traffic = _summed(mesh.ledger.rows(), [costs[samples] for samples in pieces if samples])
@@ -114,11 +117,6 @@ def _measured(
     whole, cost = measured(dry, model, max(pieces) or 1)
     others = {n: measured(dry, model, n)[1] for n in set(pieces) - {0, max(pieces)}}
     return whole, others | {max(pieces): cost if any(pieces) else Cost({}, {}, 0, 0, 0, 0)}
-
-
-def _operations(config: Config, tokens: int, weights: int) -> int:
-    """Of a step: forward once, or twice where it is recomputed, and backward."""
-    return (8 if config.activation_checkpoint == "full" else 6) * tokens * weights
 
 
 def _summed(rows: Iterable[LedgerRow], micro_batches: Iterable[Cost]) -> tuple[LedgerRow, ...]:

@@ -123,7 +123,8 @@ def memory_rows(
 ) -> StateForecast:  # fmt: skip
     """The memory of a rank, row by row, the placement of its state, and its updates. `operations` as `UpdateChoice` has
     them; `actions`: this rank's list of a step in a pipeline, `messages`: the row of its messages."""
-    choice = UpdateChoice(config.memory, TORCH, META, operations=operations)
+    choice = UpdateChoice(config, TORCH, META)
+    choice.expect(operations)
     optimizer = ChunkOptimizer(
         chunks,
         groups_of(config.optimizer),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 
@@ -161,6 +161,14 @@ def pack_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_
     if end < total:
         offsets, total = tuple(apart), end
     return ArenaPlan(some, offsets, total, held, align_bytes)
+
+
+def packed_apart(plan: ArenaPlan, longer: Mapping[tuple[str, int], LiveRange]) -> ArenaPlan:
+    """The plan with other offsets, at which live ranges may last as long as in `longer`, by kind and number. The same
+    plan if that takes more bytes."""
+    ranges = [longer.get((one.what, one.number), one) for one in plan.live_ranges]
+    found = pack_live_ranges(ranges, plan.align_bytes)
+    return replace(plan, offsets=found.offsets) if found.bytes <= plan.bytes else plan
 
 
 def held_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_ALIGN_BYTES) -> int:

@@ -129,10 +129,15 @@ def run_of(
     ahead: int,
     ahead_down: int | None = None,
     below: int | None = None,
+    moving: Collection[int] | None = None,
     on_host: Mapping[int, Crossing] = ON_DEVICE,
     early: bool = False,
+    prepares: bool = True,
+    in_flight: int = 0,
 ) -> tuple[Plan, Memory]:
-    """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward.
+    """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward. `prepares`: the
+    first records are fetched in backward. `in_flight`: sums on their way at once, so a gradient leaves so many units
+    after its own.
 
     `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
@@ -141,10 +146,16 @@ def run_of(
     num_chunks = sum(map(len, units))
     unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
     (made,) = update_plan(
-        num_chunks, ahead=ahead, ahead_down=ahead_down, below=below, on_host=on_host, early=early
+        num_chunks,
+        ahead=ahead,
+        ahead_down=ahead_down,
+        below=below,
+        moving=moving,
+        on_host=on_host,
+        early=early,
     )
     moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
-    first = next((i for i, action in enumerate(moves) if action.kind is not ActionKind.FETCH), 0)
+    first = next((i for i, action in enumerate(moves) if action.kind is not ActionKind.FETCH), 0) * prepares
     actions: list[Action] = []
     deferred: deque[Action] = deque()
     for step in range(steps):
@@ -153,18 +164,24 @@ def run_of(
                 actions.append(deferred.popleft())
             actions.append(Action(ActionKind.F, stage=unit, micro_batch=step))
         actions += moves[:first]
-        for unit in reversed(range(len(units))):
-            actions.append(Action(ActionKind.B, stage=unit, micro_batch=step))
-            leaving = [
-                c for c in reversed(units[unit]) if c in on_host and ChunkPart.GRADIENT in on_host[c].down
-            ]
+        for unit in reversed(range(-in_flight, len(units))):
+            if unit >= 0:
+                actions.append(Action(ActionKind.B, stage=unit, micro_batch=step))
+            summed = [] if unit + in_flight >= len(units) else units[unit + in_flight]
+            leaving = [c for c in reversed(summed) if c in on_host and ChunkPart.GRADIENT in on_host[c].down]
             numbers = [ChunkPart.GRADIENT.of(chunk, num_chunks) for chunk in leaving if early]
-            actions += [replace(_action(ActionKind.EVICT, number), stage=unit) for number in numbers]
+            actions += [replace(_action(ActionKind.EVICT, n), stage=unit + in_flight) for n in numbers]
         deferred.extend(
             replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in moves[first:]
         )
     memory = memory_of(
-        num_chunks, ahead=ahead, ahead_down=ahead_down, below=below, on_host=on_host, early=early
+        num_chunks,
+        ahead=ahead,
+        ahead_down=ahead_down,
+        below=below,
+        moving=moving,
+        on_host=on_host,
+        early=early,
     )
     gradients = [(unit_of[c], (0, ChunkPart.GRADIENT.of(c, num_chunks))) for c in sorted(on_host)]
     weights = [(unit_of[c], (0, ChunkPart.WEIGHTS.of(c, num_chunks))) for c in sorted(on_host)]
@@ -183,20 +200,22 @@ def holds_up(action: Action) -> bool:
 
 def memory_of(
     num_chunks: int, *, ahead: int, ahead_down: int | None = None, below: int | None = None,
-    on_disk: Collection[int] | None = None, on_host: Mapping[int, Crossing] = ON_DEVICE,
-    early: bool = False,
+    on_disk: Collection[int] | None = None, moving: Collection[int] | None = None,
+    on_host: Mapping[int, Crossing] = ON_DEVICE, early: bool = False,
 ) -> Memory:  # fmt: skip
-    """The memory of a step's updates: home tiers, places and slots. A record has its place on the device. The gradient
+    """The memory of a step's updates: home tiers, places and slots. A record has its place on the device, and rests
+    there if it is not `moving`. The gradient
     and weights of a chunk that is updated on the host take slots there, each of its kind."""
     gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in on_host}
     weights = {c: (0, ChunkPart.WEIGHTS.of(c, num_chunks)) for c in on_host}
     there = _there(num_chunks, below, on_disk)
     records = [(0, chunk) for chunk in range(num_chunks)]
     home = dict.fromkeys(records, "host") | {(0, chunk): "disk" for chunk in there}
+    home |= {key: "device" for key in records if moving is not None and key[1] not in moving}
     for chunk, crossing in on_host.items():
         home[gradients[chunk]] = "device" if ChunkPart.GRADIENT in crossing.down else "host"
         home[weights[chunk]] = "device" if crossing.up else "host"
-    visitors = [chunk for chunk in range(num_chunks) if chunk not in on_host]
+    visitors = [chunk for chunk in range(num_chunks) if chunk not in on_host and home[0, chunk] != "device"]
     places = _places(visitors, ahead + 2)
     slots = dict.fromkeys((f"place {place} on the device" for place in places.values()), 1)
     if there or on_host:

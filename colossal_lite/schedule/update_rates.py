@@ -96,6 +96,22 @@ class Computing:
     forward_s: float
     backward_s: float
 
+    @property
+    def s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    @staticmethod
+    def of(seconds: float, *, recomputes: bool) -> Computing:
+        """Backward multiplies twice as much as forward, and once more what it recomputes."""
+        forward_s = seconds / (4 if recomputes else 3)
+        return Computing(forward_s, seconds - forward_s)
+
+
+def operations_of(weights: int, tokens: int, *, recomputes: bool) -> float:
+    """Floating-point operations of a step's forward and backward. A weight and token take 2 forward and 4 backward, and
+    2 more where backward recomputes the forward."""
+    return (8.0 if recomputes else 6.0) * weights * tokens
+
 
 @dataclass(frozen=True)
 class Lanes:

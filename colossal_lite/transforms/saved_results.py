@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,15 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+Result = TypeVar("Result")
 
-def save_for_recompute(compute: Callable[[], Tensor], like: Tensor) -> Tensor:
-    """`compute()`, or its result of the first run when a block runs again. `like`: any tensor that it reads."""
+
+def save_for_recompute(compute: Callable[[], Result], like: Tensor) -> Result:
+    """`compute()`, of tensors, or its result of the first run when a block runs again. `like`: any tensor that it
+    reads."""
     if has_torch_function((like,)):
-        result: Tensor = handle_torch_function(save_for_recompute, (like,), compute, like)
+        call: Callable[..., Any] = save_for_recompute
+        result: Result = handle_torch_function(call, (like,), compute, like)
         return result
     return compute()
 

@@ -5,7 +5,6 @@ Note: `initialize` fills them; `plan` makes the same ones on the meta device, so
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +17,12 @@ from colossal_lite.config.memory_schema import MemoryConfig
 from colossal_lite.config.zero_stage import Sharding
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.kernels import Ops
+from colossal_lite.kernels import TORCH, Ops
 from colossal_lite.memory.arena import ArenaAllocator, slots
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.disk_file import DiskError, DiskFile
 from colossal_lite.memory.disk_layout import FileLayout
+from colossal_lite.memory.frozen_chunk import FrozenChunk
 from colossal_lite.memory.packing import (
     SHARD_ALIGN_NUMEL,
     SHARD_BLOCK_NUMEL,
@@ -56,7 +56,9 @@ if TYPE_CHECKING:
     from colossal_lite.config.config import Config
 
 # Chunks of this size are reduced while the next one fills; smaller ones pay more latency, larger ones overlap less.
+# Between GPUs latency weighs more: links move 8 MiB at a fraction of their bandwidth.
 CHUNK_BYTES = 8 * 2**20
+CUDA_CHUNK_BYTES = 64 * 2**20
 PIPELINE = "pipeline"
 
 
@@ -88,6 +90,7 @@ def pack_chunks(
     homes: Mapping[str, tuple[int, ...]] | None = None,
     blocks: Sequence[str] = (),
     frozen: Collection[str] = (),
+    device_type: str = "cpu",
 ) -> tuple[ChunkSpec, ...]:
     """The chunks of the whole pipeline: of parameters of `numels` elements each on the ranks that hold them, in forward
     order. The same on every rank. If weights are sharded, those of `frozen` are in chunks of their own, numbered behind
@@ -104,6 +107,7 @@ def pack_chunks(
     groups = {name: alike.index(alike[i]) for name, i in assign_groups(trained, settings).items()}
     stages = dict.fromkeys(numels, (0,)) if homes is None else homes
     sharding = sharding_of(config)
+    chunk_bytes = config.memory.chunk_bytes or (CUDA_CHUNK_BYTES if device_type == "cuda" else CHUNK_BYTES)
     units = _units(numels, blocks) if sharding.weight else dict.fromkeys(numels, 0)
     packed = pack(
         [
@@ -111,7 +115,7 @@ def pack_chunks(
             for n, numel in numels.items()
             if n in groups or sharding.weight
         ],
-        target_numel=CHUNK_BYTES // wide_as(precision.master).itemsize,
+        target_numel=max(1, chunk_bytes // wide_as(precision.master).itemsize),
         parts=lambda key: layout.size(*key.sync_axes) if isinstance(key, ChunkKey) else 1,
         shard_numel=SHARD_BLOCK_NUMEL if sharding.ordered else SHARD_ALIGN_NUMEL,
     )
@@ -130,6 +134,7 @@ def build_chunks(
     device: torch.device,
     counts: Callable[[ChunkSpec], bool] = lambda spec: True,
     records: TaskRecords | None = None,
+    ops: Ops = TORCH,
 ) -> tuple[Chunk, ...]:
     """This rank's chunks that train, without values; what rests on the host does in `records`, or, on meta, nowhere.
 
@@ -159,6 +164,7 @@ def build_chunks(
             staging=staging,
             received=received if sharding.scatters else None,
             slot=slot,
+            square_sum=ops.square_sum,
         )
         for slot, (spec, group) in enumerate(zip(packed, groups, strict=True))
     )
@@ -167,29 +173,32 @@ def build_chunks(
 def build_frozen(
     packed: Sequence[ChunkSpec], config: Config, mesh: Mesh, device: torch.device,
     records: TaskRecords | None = None,
-) -> tuple[WeightChunk, ...]:  # fmt: skip
+) -> tuple[FrozenChunk, ...]:  # fmt: skip
     """This rank's chunks that do not train, without values; `records` as above."""
     records = records or TaskRecords("", device)
     precision, sharding = (
         Precision.of(config.precision),
         sharding_of(config),
     )
-    return tuple(
-        WeightChunk(
+    found = tuple(
+        FrozenChunk(
             spec, _groups(spec, mesh), types=ChunkTypes.of(precision), device=device, shard_state=sharding.state,
             shard_value=sharding.weight, on_host=records if config.memory.moves else None,
         )
         for spec in packed
         if not trains(spec)
     )  # fmt: skip
+    for chunk in found:
+        chunk.base, chunk.world = config.memory.shared_base, mesh.world
+    return found
 
 
 def chunk_optimizer(
     chunks: Sequence[Chunk], config: Config, ops: Ops, shapes: Mapping[str, torch.Size], mesh: Mesh,
     records: TaskRecords, frozen: Sequence[WeightChunk],
-) -> tuple[ChunkOptimizer, Config]:  # fmt: skip
-    """The optimizer over these chunks, whose state on the host is in `records`, beside `frozen` ones; and the config
-    with the mix of updates that it has found. If state may be on disk it is collective. It raises ConfigError on every
+) -> tuple[ChunkOptimizer, UpdateChoice]:  # fmt: skip
+    """The optimizer over these chunks, whose state on the host is in `records`, beside `frozen` ones; and what has
+    chosen the mix of its updates. If state may be on disk it is collective. It raises ConfigError on every
     rank if the disk of one has no room or cannot be written."""
     memory, faults, made = config.memory, [], None
     open_file: OpenFile | None = None
@@ -200,7 +209,7 @@ def chunk_optimizer(
             return DiskFile(directory, layout, label=label, timeout_s=timeout_s, resting=resting)
 
     device = chunks[0].device if chunks else torch.device("cpu")
-    choice = UpdateChoice(memory, ops, device, mesh.world.gather_json)
+    choice = UpdateChoice(config, ops, device, mesh.world.gather_json)
     try:
         made = ChunkOptimizer(
             chunks, groups_of(config.optimizer), ops, shapes,
@@ -219,11 +228,8 @@ def chunk_optimizer(
     legal = f"a directory with room, {other}, a higher zero.stage or more ranks"
     refuse(Problem("memory.disk_dir", memory.disk_dir, fault, legal) for fault in faults)
     assert made is not None
-    for line in choice.notices if mesh.rank == 0 else ():
-        print(line, file=sys.stderr)
-    if choice.found is None:
-        return made, config
-    return made, config.derived("memory", update_on=choice.found)
+    choice.tell(mesh.rank)
+    return made, choice
 
 
 def host_room(memory: MemoryConfig, chunks: Sequence[Chunk], frozen: Sequence[WeightChunk]) -> int | None:

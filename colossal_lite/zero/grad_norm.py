@@ -32,8 +32,18 @@ def squares_of(
 
 
 def fast_squares(chunks: Sequence[Chunk]) -> Tensor:
-    """This rank's term [1] of the sum over all ranks."""
-    return torch.stack([chunk.squares() for chunk in chunks]).sum().view(1)
+    """This rank's term [1] of the sum over all ranks. Gradients on the device are summed at once."""
+    terms, parts = [], []
+    for chunk in chunks:
+        if (counted := chunk.counted()) is None:
+            terms.append(chunk.squares())
+        else:
+            parts += counted
+    if parts:
+        terms.append(chunks[0].square_sum(parts))
+    if not terms:
+        return torch.zeros(1, dtype=torch.float64, device=chunks[0].device)
+    return (terms[0] if len(terms) == 1 else torch.stack(terms).sum()).view(1)
 
 
 def ordered_squares(

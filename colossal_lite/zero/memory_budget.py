@@ -74,8 +74,8 @@ if TYPE_CHECKING:
 
 Forecast = Callable[..., Mapping[str, int] | None]
 """Maps a step's samples and tokens on this rank to bytes: of each kind beside the state, and of the whole `device`.
-`changes=`: options other than the config's. `trains=False`: an evaluation. `found=`: the config with the mix of updates
-that the engine has found."""
+`changes=`: options other than the config's. `trains=False`: an evaluation. `found=`: returns the config
+with the mix of updates that the engine has found."""
 
 
 class MemoryBudget:
@@ -362,7 +362,7 @@ class MemoryBudget:
     def _arena_of(self, placed: StatePlacement) -> Arena:
         """An arena with the time-shared weights and gradients in it."""
         assert isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.tiers is not None
-        arena, types = Arena(placed.arena, self._device), self._chunks[0].types
+        arena, types = Arena(placed.arena_with_room, self._device), self._chunks[0].types
         allocators: dict[SharedInterval, dict[int, ArenaAllocator]] = {}
         for shared in SharedInterval:
             ranges = [each for each in arena.plan.live_ranges if each.what is shared]

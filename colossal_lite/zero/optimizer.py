@@ -19,6 +19,7 @@ Or it is updated on the host (offload/host_updates.py).  zero/optimizer_state.py
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, takewhile
@@ -29,7 +30,7 @@ from torch import Tensor
 from colossal_lite.kernels import TORCH, Draws, Ops
 from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk, GradientState
-from colossal_lite.memory.copy_streams import ALL_AS_THEY_COPY, LinkSpeeds
+from colossal_lite.memory.copy_streams import ALL_AS_THEY_COPY, ComputeTimer, LinkSpeeds
 from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkKey
@@ -126,13 +127,15 @@ class ChunkOptimizer(OptimizerState):
         rules: list[Rule] = [rule_of(self.group_of(c), c.local_shard.dtype) for c in chunks]
         super().__init__(chunks, rules, shapes, records)
         shares = any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks)
-        self._mix = choice(self._work(), [chunk.spec.id for chunk in self._chunks])
-        if (
-            shares or placement == "disk" or host_room is not None
-        ):  # budgets and slots of the disk are for one ahead
-            self._mix = UpdateMix(self._mix.on_host, early=self._mix.early)
-        if backward:  # a gradient comes down when it is summed, and not before
-            self._mix = replace(self._mix, ahead_down=0, early=False)
+        self._choice, self._one_ahead = choice, shares or placement == "disk" or host_room is not None
+        self._mix = self._chosen()
+        self.can_choose_again = placement in ("host", "disk") and not shares and host_room is None
+        """Whether no plan of a budget counts on the mix."""
+        self.work_timer = ComputeTimer(self._chunks[0].device if self._chunks else torch.device("cpu"))
+        """Of updates on the device, where state rests off it."""
+        self.updated = {True: 0, False: 0}
+        """Elements updated so far, on the host and elsewhere."""
+        self.calls_on_host = 0
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
             self.tiers = OffloadedOptimizerStates(
@@ -169,6 +172,29 @@ class ChunkOptimizer(OptimizerState):
         self._same: Tensor | None = None
         """Whether the first update of the last step changed nothing, where the host has not waited to know."""
         self._doubts = False
+
+    def _chosen(self) -> UpdateMix:
+        """The mix by the choice of this moment. Collective as the choice is."""
+        mix = self._choice(self._work(), [chunk.spec.id for chunk in self._chunks])
+        if self._one_ahead:  # budgets and slots of the disk are for one ahead
+            mix = UpdateMix(mix.on_host, early=mix.early)
+        if self._backward:  # a gradient comes down when it is summed, and not before
+            mix = replace(mix, ahead_down=0, early=False)
+        return mix
+
+    def choose_again(self) -> None:
+        """Ask the choice for the mix again, and follow it, where `can_choose_again`. All state is at rest. Collective
+        as the choice is."""
+        assert self.can_choose_again
+        self._mix = self._chosen()
+        if self.tiers is None:  # of a pipeline stage where nothing trains
+            return
+        self.tiers.follow(self._mix)
+        if self.tiers.on_host and self.host_updates is None:
+            self.host_updates = HostUpdates(self._chunks, self.tiers.up, self.tiers.down, self._mix)
+        if self.host_updates is not None:
+            self.host_updates.settle(self.tiers.on_host, self._mix)
+        self.plan = self.planned(None, (), self.tiers.on_disk)
 
     def _on_disk(self, placement: str, host_room: int | None) -> Collection[int] | None:
         """The chunks with state on disk: all, those for which the host has no room, or None without a disk."""
@@ -214,7 +240,10 @@ class ChunkOptimizer(OptimizerState):
         spans = tuple(ranges_to_update(chunk, used, self._steps[index], whole=alone))
         self._steps[index] = [n + used[i] for i, n in enumerate(self._steps[index])]
         apply = partial(self._apply, index, spans, factor=factor, grad_scale=grad_scale)
-        if self._is_on_host(index):
+        on_host = self._is_on_host(index)
+        self.updated[on_host] += sum(span.stop - span.start for span in spans)
+        if on_host:
+            self.calls_on_host += 1
             self._update_on_host(index, apply, spans)
             return
         if self.tiers is None or index in self._on_device:
@@ -224,7 +253,8 @@ class ChunkOptimizer(OptimizerState):
         if self.shards:
             self.shards.here(index, is_whole=all(used))
         chunk.take_weights(is_whole=all(used))
-        apply(chunk, state, self._ops)
+        with self.work_timer.running() if self.tiers else nullcontext():
+            apply(chunk, state, self._ops)
 
     def remake(self, chunk: Chunk) -> None:
         """In place of an update that a step skips: copy time-shared weights from their masters, because gradients have
@@ -344,8 +374,8 @@ class ChunkOptimizer(OptimizerState):
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether gradients leave in backward for updates on the host."""
-        return self.host_updates is not None and self._mix.early
+        """Whether gradients leave in backward for updates on the host, where there are such."""
+        return self.tiers is not None and self._mix.early
 
     def prepare(self) -> None:
         """Before the gradients are known: start to fetch the state for the first updates, except where it would delay

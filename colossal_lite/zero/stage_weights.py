@@ -8,7 +8,7 @@ so their gathers have one order, even if some micro-batches are empty.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -19,8 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from colossal_lite.config.schema import ZeroConfig
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.frozen_chunk import FrozenChunk
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.memory.weight_chunk import SavedView, WeightChunk
+from colossal_lite.schedule.abreast import begins
 from colossal_lite.schedule.gather_plan import FROM_NEAR
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.stage_gathers import GatherSlots, gather_slots
@@ -41,8 +43,11 @@ class StageGather(ShardedWeights):
         self._actions: Sequence[Action] = ()
         self.slots = GatherSlots()
         """Slots of the list that was followed last."""
-        self._most_planned_numel = 0
-        self._offsets: Iterator[int] = iter(())
+        self._most_planned_numel = self._shared_numel = 0
+        self._offsets: dict[bool, Iterator[int]] = {}  # of chunks in shared slots or not
+        self.on_turn: Callable[[], object] | None = None
+        """Called where a turn begins (schedule/abreast.py): it returns when this engine may go on."""
+        self._begins: Iterator[bool] = iter(())
         self._of_stage: dict[int, list[WeightChunk]] = {}
         for chunk in self._all.values():
             for stage in stages_of(chunk.spec) if chunk.is_sharded else ():
@@ -52,28 +57,56 @@ class StageGather(ShardedWeights):
         if actions is not self._actions:
             numels = {index: chunk.spec.numel for index, chunk in self._all.items()}
             parts = {index: chunk.part_numel for index, chunk in self._all.items() if chunk.part_numel}
-            self._actions, self.slots = actions, gather_slots(actions, numels, parts)
+            self._in_shared = {index for index, chunk in self._all.items() if _shares(chunk)}
+            own = [action for action in actions if action.chunk not in self._in_shared]
+            self._actions, self.slots = actions, gather_slots(own, numels, parts)
+            self._follow_shared([action for action in actions if action.chunk in self._in_shared], numels)
             if self.slots.arena_numel > self._most_planned_numel:
                 self._most_planned_numel = self.slots.arena_numel
                 with (
                     _disable_current_modes()
                 ):  # the arena is no activation, so memory meters must not count it
                     self._allocate(self._most_planned_numel)
-        self._offsets = iter(self.slots.offsets)
+        self._offsets = {False: iter(self.slots.offsets), True: iter(self._shared_offsets)}
+        self._begins = begins(actions)
         self._has_part.clear()
+
+    def _follow_shared(self, actions: Sequence[Action], numels: Mapping[int, int]) -> None:
+        """Plan the slots that all engines of the store share."""
+        slots = gather_slots(actions, numels)
+        self._shared_offsets = slots.offsets
+        self._shared_numel = max(self._shared_numel, slots.arena_numel)
+        records = next((c._records for i, c in self._all.items() if i in self._in_shared), None)
+        if records is not None and records.slots is not None:
+            with _disable_current_modes():
+                device = next(iter(self._all.values())).device
+                records.slots.reserve(slots.arena_numel * self._dtype.itemsize, device)
+            self._shared_arena = records.slots.arena
 
     def gather(self, action: Action) -> None:
         index = action.chunk
         assert index is not None
+        if next(self._begins) and self.on_turn is not None:
+            self.on_turn()
         if action.kind is ActionKind.RESHARD:
             self._keep_part(index)
             self._drop(index)
             return
         if index not in self._resident:
             self._run_deferred_until(self._last_trained([index]))
-            self._fetch(index, next(self._offsets), near=action.resource == FROM_NEAR)
+            offset = next(self._offsets[index in self._in_shared])
+            self._fetch(index, offset, near=action.resource == FROM_NEAR)
         if action.kind is ActionKind.UNSHARD:
             self._gather(index)
+
+    def _fetch(self, index: int, offset: int | None, *, near: bool = False) -> None:
+        chunk = self._all[index]
+        if index not in self._in_shared or offset is None:
+            return super()._fetch(index, offset, near=near)
+        assert isinstance(chunk, FrozenChunk) and self.up is not None
+        chunk.fetch_shared(offset, self.up)
+        self._resident[index] = offset
+        self._most_shared_numel = max(self._most_shared_numel, offset + chunk.spec.numel)
 
     def arrive(self, stage: int) -> None:
         for chunk in self._of_stage.get(stage, ()):
@@ -87,7 +120,7 @@ class StageGather(ShardedWeights):
 
     @property
     def _planned_numel(self) -> int:
-        return self._most_planned_numel
+        return self._most_planned_numel + self._shared_numel
 
     @property
     def _kept(self) -> Mapping[int, int]:
@@ -95,6 +128,10 @@ class StageGather(ShardedWeights):
 
     def _unpack(self, saved: tuple[Tensor, int] | SavedView) -> Tensor:
         return self._checked(saved) if isinstance(saved, tuple) else saved.rebuilt()
+
+
+def _shares(chunk: WeightChunk) -> bool:
+    return isinstance(chunk, FrozenChunk) and chunk.shares_slots
 
 
 def weights_of(

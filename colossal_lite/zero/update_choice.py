@@ -3,10 +3,16 @@
 Note: one choice for all ranks.
 Ranks take the smallest of their rates, and then of their choices the middle one.  So all who share a chunk update it
 on the same side.  Cost: measuring takes some seconds, once an engine, where `memory.update_on="auto"` has no rates.
+
+Note: chosen again.
+What a step computes hides updates, so the fastest mix depends on it.  `plan` knows the batch before it chooses.  An
+engine chooses again when it has seen its first batch (`expect`), if the operations of the machine are known.  Without
+given rates it watches its lanes (engine/update_watch.py), learns from them (`learn`) and chooses again.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple, replace
 from fractions import Fraction
@@ -16,8 +22,9 @@ from typing import Any
 
 import torch
 
+from colossal_lite.config.config import Config
 from colossal_lite.config.errors import shown
-from colossal_lite.config.memory_schema import MemoryConfig, RatesConfig, UpdateOn
+from colossal_lite.config.memory_schema import RatesConfig, UpdateOn
 from colossal_lite.config.rates_file import RatesFile, default_file, read_rates
 from colossal_lite.kernels import Ops
 from colossal_lite.memory.copy_streams import LinkSpeed, LinkSpeeds
@@ -45,14 +52,11 @@ def alone(value: Any) -> list[Any]:
 class UpdateChoice:
     """The mix of a rank's chunks, once their bytes are known."""
 
-    def __init__(
-        self, memory: MemoryConfig, ops: Ops, device: torch.device, gather: Gather = alone, *,
-        operations: float = 0.0,
-    ) -> None:  # fmt: skip
-        """`operations`: floating-point operations of a step's forward and backward here, 0 where they are not known.
-        Raises ValueError for a file of rates that cannot be read."""
-        self._operations = operations
-        self._memory, self._ops, self._device, self._gather = memory, ops, device, gather
+    def __init__(self, config: Config, ops: Ops, device: torch.device, gather: Gather = alone) -> None:
+        """Raises ValueError for a file of rates that cannot be read."""
+        self._memory = memory = config.memory
+        self._recomputes = config.activation_checkpoint == "full"
+        self._ops, self._device, self._gather = ops, device, gather
         self.found: UpdateOn | None = None
         """The mix that "auto" chose, in the config's form; None under another setting."""
         self.lanes = ""
@@ -63,6 +67,38 @@ class UpdateChoice:
         """The rates of the config, or of its file."""
         if memory.rates.file is not None:
             self.given = self._read(Path(memory.rates.file)).rates
+        self.rates = rates_of(self.given)
+        """By which the mix is found, the same on all ranks under "auto"; None: not known, or not yet."""
+        self._flops = self.given.flops
+        self.computing: Computing | None = None
+        """What a step computes, the same on all ranks; None: not known."""
+
+    @property
+    def is_found(self) -> bool:
+        """Whether "auto" chooses among chunks off the device."""
+        return self._memory.update_on == "auto" and self._memory.records_tier != "device"
+
+    @property
+    def learns(self) -> bool:
+        """Whether measured lanes may change the rates: given ones stay, so that a run repeats."""
+        return self.is_found and rates_of(self.given) is None
+
+    def expect(self, operations: float) -> bool:
+        """A step computes so many floating-point operations on this rank. Whether its seconds are known now.
+        Collective where they are."""
+        if not operations or not self._flops:
+            return False
+        self._compute(operations / self._flops)
+        return True
+
+    def learn(self, rates: Rates, computed_s: float) -> None:
+        """Choose by these rates and seconds of computing from now on. Collective."""
+        self.rates = rates
+        self._compute(computed_s)
+
+    def _compute(self, seconds: float) -> None:
+        longest_s = max(self._gather(seconds)) if self.is_found else seconds
+        self.computing = Computing.of(longest_s, recomputes=self._recomputes)
 
     def __call__(self, work: UpdateBytes, ids: Sequence[int]) -> UpdateMix:
         """Collective under "auto", and where chunks are named. `ids`: as `mix_of` has them. Raises ValueError where
@@ -71,29 +107,33 @@ class UpdateChoice:
             return ALL_ON_DEVICE
         early = self._memory.sends_gradients_early
         work = replace(work, early=early)
-        rates, on_host = rates_of(self.given), self._memory.on_host
+        on_host = self._memory.on_host
         if self._memory.update_on == "auto":
-            rates = self._agreed(rates or rates_of(self._found_here()))
-            on_host = self._fastest(work, rates, ids)
+            agreed = self.rates = self._agreed(self.rates or rates_of(self._found_here()))
+            on_host = self._fastest(work, agreed, ids)
             self.found = {"host": float(on_host) if isinstance(on_host, Fraction) else on_host}
         elif not isinstance(on_host, Fraction):
             self._refuse_unknown(on_host, ids)
         mix = replace(mix_of(on_host, ids), early=early)
         share = Fraction(len(mix.on_host), max(len(ids), 1))
         self.lanes = f"{len(mix.on_host)} of {len(ids)} chunks are updated on the host"
-        if rates is not None:
+        if (rates := self.rates) is not None:
             count = simulated_chunks(work)
             like = mix if count == len(ids) else replace(mix_of(share, range(count)), early=early)
             updates_s = simulated_s(work, rates, like, count)
             self.lanes += f": {lanes_of(work, rates, share)}, {updates_s:.3g} s simulated"
-            if self._operations and self.given.flops:
-                computed_s = self._operations / self.given.flops
-                computing = Computing(computed_s / 3, computed_s * 2 / 3)
-                step_s = simulated_s(work, rates, like, count, computing)
+            if self.computing is not None:
+                step_s, computed_s = simulated_s(work, rates, like, count, self.computing), self.computing.s
                 self.lanes += f"; a step of {step_s:.3g} s simulated, computing {computed_s:.3g} s"
         if self.found is not None:
             self.notices.append(f"memory.update_on='auto' is {shown(self.found)}: {self.lanes}")
         return mix
+
+    def tell(self, rank: int) -> None:
+        """Print the notices so far, on rank 0."""
+        for line in self.notices if rank == 0 else ():
+            print(line, file=sys.stderr)
+        self.notices.clear()
 
     def _read(self, path: Path) -> RatesFile:
         found = read_rates(path)
@@ -115,7 +155,9 @@ class UpdateChoice:
         path = default_file(machine_name(self._device), Path.home() / ".cache")
         if path.is_file():
             self.notices.append(f"memory.rates: not given; of {path}")
-            return self._read(path).rates
+            kept = self._read(path).rates
+            self._flops = kept.flops
+            return kept
         self.notices.append(
             "memory.rates: not given; measured now, as `colossal-lite calibrate` would keep them"
         )
@@ -129,7 +171,7 @@ class UpdateChoice:
     def _fastest(self, work: UpdateBytes, rates: Rates, ids: Sequence[int]) -> Fraction | tuple[int, ...]:
         """The chunks that are updated on the host, where all ranks have the same and find the same; else the middle one
         of their shares. Collective."""
-        found = fastest_mix(work, rates)
+        found = fastest_mix(work, rates, self.computing)
         chosen = sorted(ids[place] for place in found.chosen or ())
         rows = self._gather([[*found.host_share.as_integer_ratio()], chosen, [*ids]])
         if found.chosen is not None and all(row == rows[0] for row in rows):

@@ -37,6 +37,10 @@ class ShardedWeights(ForwardGates):
         self.up: Link | None = None
         """The link for shards that rest on the host."""
         self._arena: Tensor | None = None
+        self._in_shared: set[int] = set()
+        """Chunks whose slots lie in an arena of all engines of a store."""
+        self._shared_arena: Tensor | None = None
+        self._most_shared_numel = 0
         self.most_numel = self.most_held_numel = 0
         """Elements of the arena up to the furthest that was used, and the most that were used at once."""
         self._resident: dict[int, int] = {}  # chunk -> offset
@@ -46,11 +50,11 @@ class ShardedWeights(ForwardGates):
 
     @property
     def arena_bytes(self) -> int:
-        return 0 if self._arena is None else self._arena.numel() * self._arena.element_size()
+        return sum(arena.nbytes for arena in (self._arena, self._shared_arena) if arena is not None)
 
     @property
     def most_bytes(self) -> int:
-        return self.most_numel * self._dtype.itemsize
+        return (self.most_numel + self._most_shared_numel) * self._dtype.itemsize
 
     @property
     def forecast_bytes(self) -> int:
@@ -105,7 +109,8 @@ class ShardedWeights(ForwardGates):
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | SavedView:
         storage = tensor.untyped_storage()._cdata
-        if self._arena is None or storage == self._arena.untyped_storage()._cdata:
+        arenas = [arena for arena in (self._arena, self._shared_arena) if arena is not None]
+        if not arenas or any(storage == arena.untyped_storage()._cdata for arena in arenas):
             for index in self._resident:
                 if (view := self._all[index].saved(tensor)) is not None:
                     return view

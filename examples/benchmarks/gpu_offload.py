@@ -9,9 +9,10 @@ Every side trains the same GPT from the same values on the same tokens: bf16 bes
 1.0, every block recomputed, one process.  FSDP2 gets torch's fused AdamW on the CPU, its best.  Each row has a process
 of its own, so that peaks are its own; it ends when the time given to all of them does.  Printed are the median and the
 least of the timed steps, tokens a second, the peak of torch's allocator on the device over the timed steps, the most
-resident memory of the process, what crossed the links in a step and how long the computing stood still for it, the last
-loss, in which sides may differ by rounding only, and the largest model that this device and this host's memory would
-hold by this row's own bytes a parameter (less what a process holds anyway; so of a small model it is too small).
+resident memory of the process, what crossed the links in a step and how long the computing stood still for it.  Then
+how long each lane worked, and the last loss, in which sides may differ by rounding only.  Last is the largest model
+that this device and this host's memory would hold by this row's own bytes a parameter (less what a process holds
+anyway; so of a small model it is too small).
 The JSON is rewritten after every row.  FSDP2 needs torch and triton alone, ours also what colossal_lite imports
 (pydantic, einops, rich, psutil); a side that is not installed, does not fit or has no time left is a row that says so.
 """
@@ -77,6 +78,8 @@ class Row:
     up_gib: float = 0.0
     down_gib: float = 0.0
     waited_ms: float = 0.0
+    lanes: str = ""
+    """Of the last step: seconds that each lane worked over those of the step, GB/s, and predicted seconds."""
     loss: float = float("nan")
     largest_b: float = 0.0
     note: str = ""
@@ -103,6 +106,8 @@ class Side:
 
     step: Callable[[Tensor, Tensor], float]
     links: Callable[[], tuple[float, float, float]] = lambda: (0.0, 0.0, 0.0)
+    lanes: Callable[[float], str] = lambda step_s: ""
+    """In words, of a step of so many seconds."""
     device_bytes: Callable[[], int] = lambda: 0
     """Where there is no allocator to ask: of the emulated device."""
 
@@ -140,7 +145,17 @@ def ours(work: Work, device: str, stack: ExitStack, *, memory: Mapping[str, Any]
     def held() -> int:
         return sum(row.peak_bytes for row in engine.memory_report() if row.tier == device)
 
-    return Side(lambda inputs, labels: float(engine.train_step((inputs, labels)).loss), links, held)
+    def lanes(step_s: float) -> str:
+        rows = [row for row in engine.link_report() if row.busy_s]
+        parts = [
+            f"{row.link} {row.busy_s / step_s:.0%}"
+            + (f" {row.moved_bytes / row.busy_s / 1e9:.1f} GB/s" if row.moved_bytes else "")
+            + (f" (predicted {row.predicted_s / step_s:.0%})" if row.predicted_s is not None else "")
+            for row in rows
+        ]
+        return ", ".join(parts)
+
+    return Side(lambda inputs, labels: float(engine.train_step((inputs, labels)).loss), links, lanes, held)
 
 
 def fsdp2(work: Work, device: str, stack: ExitStack) -> Side:
@@ -264,6 +279,8 @@ def measured(name: str, side: str, work: Work, device: str, warm: int, steps: in
         try:
             trains = SIDES[side](work, device, stack)
             times, loss = timed(trains, work, device, warm, steps)
+        except ImportError as error:
+            return Row(name, side, params, note=f"absent: {error}"[:400])
         except Exception as error:  # a peer may fail in any way of its own, and the next row is to come
             return Row(name, side, params, note=f"{type(error).__name__}: {error}"[:400])
         on_device = torch.cuda.max_memory_allocated() if device == "cuda" else trains.device_bytes()
@@ -275,7 +292,8 @@ def measured(name: str, side: str, work: Work, device: str, warm: int, steps: in
         step_s, gib = statistics.median(times), 2**30
         return Row(
             name, side, params, step_s * 1e3, min(times) * 1e3, work.batch * work.model.sequence / step_s,
-            on_device / gib, resident_bytes() / gib, up / gib, down / gib, waited_s * 1e3, loss,
+            on_device / gib, resident_bytes() / gib, up / gib, down / gib, waited_s * 1e3,
+            trains.lanes(times[-1]), loss,
             largest,
         )  # fmt: skip
 
@@ -391,6 +409,7 @@ def line(row: Row) -> str:
         f"{row.model:5} {row.side:17} {row.step_ms:9.1f} ms (least {row.least_ms:.1f})  "
         f"{row.tokens_per_s:8.0f} tokens/s  device {row.device_gib:6.2f} GiB  host {row.host_gib:6.2f} GiB  "
         f"up {row.up_gib:.2f} down {row.down_gib:.2f} GiB  waited {row.waited_ms:.1f} ms  loss {row.loss:.4f}  "
+        f"busy: {row.lanes or 'not known'}  "
         f"largest {row.largest_b:.1f} B"
     )
 

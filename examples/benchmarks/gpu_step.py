@@ -122,7 +122,7 @@ def with_ops(config: GPTConfig, device: str, ops: Ops) -> Step:
         total, count = ops.cross_entropy(model(inputs), labels)
         loss = total / count
         loss.backward()
-        norm = ops.square_sum([gradient])[0].sqrt().float()
+        norm = ops.square_sum([gradient]).sqrt().float()
         scale = torch.clamp((norm + 1e-6) / CLIP, min=1.0)
         ops.adamw_(
             master, gradient, mean, square, step=taken, beta1=BETAS[0], beta2=BETAS[1], grad_scale=scale, low=low,

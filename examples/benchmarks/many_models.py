@@ -4,9 +4,9 @@
     python examples/benchmarks/many_models.py emulated     eight processes that sleep for each step, half a minute
     python examples/benchmarks/many_models.py real         small GPTs in two processes, some minutes
 
-Hydra's last public version does not start, so its rules are simulated: Sharded-LRTF by visits, one micro-batch a visit,
-and no load beside the compute.  `emulated` and `real` run the coordinator and the workers of `train_many`.  In `real`
-the rounds of the policies alternate.
+Hydra's last public version does not start, so its rules are simulated. They are Sharded-LRTF by visits, one
+micro-batch a visit, and no load beside the compute. `emulated` and `real` run the coordinator and the workers of
+`train_many`. In `real` the rounds of the policies alternate.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def trained_s(
                 for each in workers:
                     assert not list(each.answers()), "nothing is asked yet"
                 time.sleep(0.1)
-            Leader(context, workers[0], workers[1:], folder, 0).run(tasks, policy, None, None)
+            Leader(context, workers[0], workers[1:], folder, 0, CONFIG).run(tasks, policy, None, None)
         finally:
             for each in workers:
                 each.close()
@@ -157,7 +157,7 @@ def trained_s(
 class Sleeping:
     """A task whose steps sleep. Where it stands is kept in its folder, as a checkpoint would."""
 
-    def __init__(self, order: Order, task: cl.Task, config: Any, data: Any, place: Any) -> None:
+    def __init__(self, order: Order, task: cl.Task, *others: Any) -> None:
         self._folder, self.step = order.directory, slept(order.directory, task.name)
         self._name = task.name
 
@@ -190,9 +190,9 @@ def emulated() -> None:
     took_s, moves = trained_s(tasks, DEVICES, "link", sleep_instead)
     alone_s = TASKS * STEPS * EMULATED_STEP_S
     print(
-        f"{TASKS} tasks of {STEPS} steps by {DEVICES} emulated devices: {took_s:.2f} s, {moves} moves; simulated "
-        f"{plan.makespan_s:.2f} s, so {took_s / plan.makespan_s:.3f} of it; model parallelism takes "
-        f"{alone_s / took_s:.2f} times as long"
+        f"{TASKS} tasks of {STEPS} steps by {DEVICES} emulated devices: {took_s:.2f} s, {moves} moves. Simulated "
+        f"{plan.makespan_s:.2f} s, so {took_s / plan.makespan_s:.3f} of it. Model parallelism takes "
+        f"{alone_s / took_s:.2f} times as long."
     )
 
 

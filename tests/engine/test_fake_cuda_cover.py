@@ -82,7 +82,7 @@ def cases_of(choice: Choice) -> dict[str, Case]:
     if choice["mode"] == "ring_full":
         more = dict(causal=False)
     settings: Case = dict(
-        parallel=parallel, zero=dict(stage=choice["stage"]), memory=MEMORY[choice["memory"]],
+        parallel=parallel, zero=dict(stage=choice["stage"]), memory=MEMORY[choice["memory"]] | dict(chunk_bytes="1MiB"),
         optimizer=OPTIMIZERS[choice["optimizer"]], precision=PRECISIONS[choice["precision"]],
         activation_checkpoint=choice["recompute"], checkpoint=dict(asynchronous=choice["save"] == "beside"),
     )  # fmt: skip

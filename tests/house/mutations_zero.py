@@ -37,7 +37,7 @@ def _neighbours_shard(original: Any, self: Any, parts: int, part: int) -> tuple[
     return original(self, parts, (part + 1) % parts)
 
 
-def _half_of_the_norm(original: Any, self: Any) -> torch.Tensor:
+def _half_of_the_norm(original: Any, self: Any) -> list[torch.Tensor]:
     return original(self) * (self.groups.all.coord == 0)
 
 
@@ -58,7 +58,7 @@ FAULTS_ZERO: Faults = {
     "the neighbour's shard": (SHARDED, "ChunkSpec.shard", _neighbours_shard),
     "shards summed on one rank only": (SHARDED, "Communicator.reduce_scatter_async", _sum_of_the_first),
     "a master from the parameter's beginning": (SHARDED, "Chunk.part_of", _wrong_offset),
-    "sharded, norm over one share only": (SHARDED, "Chunk.squares", _half_of_the_norm),
+    "sharded, norm over one share only": (SHARDED, "Chunk.counted", _half_of_the_norm),
     "sharded, a parameter left out": (SHARDED, "ChunkOptimizer.update", one_step_count),
     "sharded, reduced too early": (SHARDED, "GradientHooks.begin", late_gradient),
 }

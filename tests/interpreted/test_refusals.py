@@ -64,7 +64,7 @@ def calls() -> dict[str, dict[str, Any]]:
         ),
         "sgd_": dict(param=f(9), grad=f(9), momentum_buffer=f(9), lr=0.1, momentum=0.9, low=f(9)),
         "lion_": dict(param=f(9), grad=f(9), exp_avg=f(9), lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.1, low=f(9)),
-        "square_sum": dict(tensors=[f(5), f(9)], unscale=torch.tensor(2.0)),
+        "square_sum": dict(tensors=[f(5), f(9)]),
         "embedding_grad_": dict(grad=f(5, 8), dy=f(2, 3, 8), ids=i(2, 3)),
         "normal": dict(key=(1, 2), start=0, stop=4),
         "uniform": dict(key=(1, 2), start=0, stop=4),

@@ -44,7 +44,7 @@ def trained(
         total.backward()
         losses.append((total / count).detach())
         gradients = [p.grad for p in model.parameters()]
-        norm = ops.square_sum([g.contiguous() for g in gradients if g is not None])[0].sqrt()
+        norm = ops.square_sum([g.reshape(-1) for g in gradients if g is not None]).sqrt()
         for p, g, (m, v) in zip(model.parameters(), gradients, states, strict=True):
             assert g is not None
             ops.adamw_(

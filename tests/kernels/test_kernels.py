@@ -801,16 +801,25 @@ def test_the_gradient_of_an_embedding_is_its_reference_on_a_piece_of_the_table()
     torch.testing.assert_close(grad.double(), want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("strange", [None, math.inf, math.nan])
-def test_a_sum_of_squares_is_its_reference_and_divides_in_place(strange: float | None) -> None:
-    tensors = [torch.randn(70_000, generator=torch.Generator().manual_seed(1)), torch.randn(2, 3)]
+def test_a_sum_of_squares_is_its_reference(strange: float | None, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(n, generator=generator).to(dtype) for n in (300_000, 6, 0)]
     if strange is not None:
-        tensors[1][1, 2] = strange
-    want, divided = flat.reference(tensors, 4.0), [x / 4.0 for x in tensors]
-    total, is_strange = TORCH.square_sum(tensors, 4.0)
-    assert is_strange == want[1] == (strange is not None)
-    assert strange is not None or float(total) == pytest.approx(float(want[0]), rel=1e-6)
-    assert all(torch.equal(a, b) or strange is not None for a, b in zip(tensors, divided, strict=True))
+        tensors[1][5] = strange
+    total = TORCH.square_sum(tensors)
+    assert total.dtype == torch.float64 and total.isfinite() == (strange is None)
+    assert strange is not None or float(total) == pytest.approx(float(flat.reference(tensors)), rel=1e-6)
+
+
+def test_a_sum_of_squares_refuses_what_is_not_flat() -> None:
+    with pytest.raises(ValueError, match="square_sum: tensors is empty; legal is one or more"):
+        TORCH.square_sum([])
+    with pytest.raises(
+        ValueError, match=r"tensor 1 is torch.float32 \(2, 3\) on cpu .* legal is \[n\], floating"
+    ):
+        TORCH.square_sum([torch.ones(2), torch.ones(2, 3)])
 
 
 class Largest(TorchDispatchMode):

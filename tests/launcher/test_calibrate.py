@@ -23,8 +23,8 @@ GOOD = dict(machine="a big one", made="2026-01-01", rates=dict(host_update=4e9, 
 
 
 def choice_of(rates: Any, **more: Any) -> UpdateChoice:
-    memory = Config.load({"memory": dict(placement="host", rates=rates) | more}).memory
-    return UpdateChoice(memory, TORCH, CPU)
+    config = Config.load({"memory": dict(placement="host", rates=rates) | more})
+    return UpdateChoice(config, TORCH, CPU)
 
 
 def test_the_command_writes_a_file_that_a_run_reads_and_says_what_the_link_is(

@@ -36,9 +36,23 @@ def raises(*args: Any, **more: Any) -> NoReturn:
 def test_a_report_has_every_group_and_no_fault_where_the_tests_run() -> None:
     rows = report({"OMP_NUM_THREADS": "1"})
     groups = list(dict.fromkeys(row.group for row in rows))
-    assert groups == ["versions", "devices", "kernels", "host", "limits", "environment"]
+    assert groups == ["versions", "devices", "kernels", "same bits twice", "host", "limits", "environment"]
     assert not [row for row in rows if row.status == "fault"]
     assert find(rows, "versions", "torch").value == torch.__version__
+
+
+def test_on_cuda_it_says_what_gives_the_same_bits_and_advises_segments_that_expand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert find(report({}), "same bits twice", "cpu").value == "always"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    row = find(tuple(doctor.same_bits()), "same bits twice", "cuda")
+    assert (row.value, row.status) == ("with deterministic=True", "note")
+    (advice,) = doctor.variables({})
+    assert advice.name == "PYTORCH_ALLOC_CONF" and "PYTORCH_ALLOC_CONF=expandable_segments:True" in advice.why
+    for name in doctor.ALLOCATOR:
+        (told,) = doctor.variables({name: "expandable_segments:True,max_split_size_mb:64"})
+        assert (told.name, told.status) == (name, "ok")
 
 
 def test_the_versions_asked_for_are_those_of_the_package() -> None:

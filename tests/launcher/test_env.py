@@ -361,3 +361,19 @@ def test_gloo_is_bound_to_loopback_only_inside_and_never_against_the_user(
     with env.gloo_on_loopback(True):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_cublas_gets_a_workspace_that_gives_the_same_bits_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(env.CUBLAS, ":0:0")
+    assert env.workspace_of_cublas(deterministic=False) == ""
+    with pytest.raises(
+        LaunchError, match="CUBLAS_WORKSPACE_CONFIG=:0:0 lets sums differ; legal are :4096:8 and :16:8"
+    ):
+        env.workspace_of_cublas(deterministic=True)
+    for value in env.DETERMINISTIC:
+        monkeypatch.setenv(env.CUBLAS, value)
+        assert env.workspace_of_cublas(deterministic=True) == value
+    monkeypatch.delenv(env.CUBLAS)
+    assert env.workspace_of_cublas(deterministic=True) == os.environ[env.CUBLAS] == ":4096:8"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import colossal_lite as cl
+from tests.shared.parity import adapt
 from tests.shared.pool import RankEnv
 
 CONFIG: dict[str, Any] = dict(precision="fp64", optimizer=dict(type="adamw", lr=1e-2), seed=5, timeout_s=30)
@@ -90,6 +91,25 @@ BUDGET: dict[str, Any] = dict(
 
 def deep() -> cl.models.GPT:
     return cl.models.GPT(replace(SHAPE, layers=3, width=32, tied=False))
+
+
+def over_a_base() -> cl.models.GPT:
+    """Adapters of rank 2 over the frozen weights of `deep`."""
+    model = deep()
+    adapt(model, 2)
+    return model
+
+
+def over_another_base() -> cl.models.GPT:
+    """The same, with other values."""
+    model = over_a_base()
+    torch.nn.init.constant_(model.get_submodule("blocks")[1].norm1.weight, 2.0)
+    return model
+
+
+def adapted(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:
+    """A task of those that share their base."""
+    return task(name, lr, steps, **(dict(build=over_a_base, config=SPILLED) | more))
 
 
 def task(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:

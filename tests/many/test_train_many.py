@@ -242,6 +242,37 @@ def test_gangs_of_two_sizes_share_four_devices(tmp_path: Path) -> None:
     assert_as_alone(found, by_themselves(tasks, tmp_path), folder)
 
 
+def trained_alone(env: RankEnv, tasks: Sequence[cl.Task], folder: Path) -> dict[str, list[float]]:
+    """The losses of each task by itself."""
+    found = {}
+    for each in tasks:
+        assert callable(each.build)
+        with cl.launch(each.settings(CONFIG), rank=0, world_size=1) as context:
+            engine = cl.initialize(each.build, context=context)
+            run = cl.Run(folder / each.name, engine)
+            batches = run.batches(each.data, steps=each.steps, global_batch=each.global_batch)
+            found[each.name] = [float(run.step(batch).loss) for batch in batches]
+    return found
+
+
+def test_tasks_over_one_base_run_abreast_with_their_own_bits_though_a_worker_dies(tmp_path: Path) -> None:
+    stated = dict(config=own.SPILLED | dict(memory=own.SPILLED["memory"] | dict(shared_base="deep")))
+    tasks = [own.adapted(name, lr, 3, evaluate=None, **stated) for name, lr in dict(a=1e-2, b=3e-3).items()]
+    tasks.append(own.adapted("killed", 1e-2, 3, evaluate=None, data=Dying(tmp_path / "mark"), **stated))
+    tasks.append(task("other", 1e-2, 3, evaluate=None, build=own.over_another_base, **stated))
+    by_themselves = run_world(trained_alone, 1, [replace(t, data=TRAIN) for t in tasks[:3]], tmp_path)[0]
+    folder = tmp_path / "many"
+    found = run_world(together, 1, tasks, folder, dict(policy="fifo", save_every=2), timeout_s=240)[0]
+    assert found is not None
+    assert "memory.shared_base='deep': the frozen weights" in found["other"]["cause"]
+    for name, losses in by_themselves.items():
+        assert found[name]["status"] == "done" and found[name]["losses"] == losses, name
+    rows = [json.loads(row) for row in (folder / "journal.jsonl").read_text().splitlines()]
+    runs = [(row["at_s"], row["task"]) for row in rows if row["decision"] == "run"]
+    assert [name for _, name in runs[:4]] == ["a", "b", "killed", "other"], "asked for at once"
+    assert {row["decision"] for row in rows} >= {"died", "failed", "done"}
+
+
 @pytest.fixture(scope="module")
 def expected_of_gangs(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return by_themselves(GANGS, tmp_path_factory.mktemp("gangs"))

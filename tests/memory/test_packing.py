@@ -111,6 +111,23 @@ def packed_of(size: str, ranks: int, stage: int, reduction: str, **parallel: Any
     return pack_chunks(numels, specs, config, config.check_world(ranks).layout(), blocks=blocks)
 
 
+def test_chunks_have_the_size_that_is_set_or_else_that_of_the_device() -> None:
+    numels, specs, blocks = model_of("355M")
+
+    def largest(chunk_bytes: str | None, device_type: str) -> tuple[int, int]:
+        """Chunks, and the most elements of one with several parameters."""
+        config = Config.load(dict(memory=dict(chunk_bytes=chunk_bytes)))
+        layout = config.check_world(1).layout()
+        packed = pack_chunks(numels, specs, config, layout, None, blocks, (), device_type)
+        return len(packed), max(chunk.numel for chunk in packed if len(chunk.entries) > 1)
+
+    for device_type in ("cpu", "cuda"):
+        count, numel = largest("32MiB", device_type)
+        assert largest("33554432B", device_type) == (count, numel) and 2**22 < numel <= 2**23
+    (on_cpu, narrow), (on_cuda, wide) = largest(None, "cpu"), largest(None, "cuda")
+    assert narrow <= 2**21 < 2**23 < wide <= 2**24 and on_cuda < count < on_cpu
+
+
 def waste_of(packed: tuple[ChunkSpec, ...]) -> float:
     """What is stored beyond the parameters, as a share of them."""
     return sum(chunk.numel for chunk in packed) / sum(chunk.used_numel for chunk in packed) - 1

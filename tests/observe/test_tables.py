@@ -41,12 +41,14 @@ def test_a_memory_report_prints_as_a_table_with_the_total_of_each_tier() -> None
 
 
 def test_links_and_the_ledger_print_as_tables_and_say_when_there_is_nothing() -> None:
-    assert str(Rows([LinkRow("h2d", 2048, 0.5)])) == "link     moved  waited\nh2d   2.00 KiB  500 ms"
+    assert str(Rows([LinkRow("h2d", 2048, 0.5)])) == (
+        "link     moved  waited  busy  predicted\nh2d   2.00 KiB  500 ms   0 s          -"
+    )
     assert str(Rows[LinkRow]()) == "no rows"
     ledger = Ledger()
     assert str(ledger) == "nothing was sent\nwaited for other ranks: 0 s"
     ledger.add("all_reduce", "data", 4096)
-    ledger.waited_s = 0.002
+    ledger.waits.add(1.0, 1.002)
     assert str(ledger).splitlines() == [
         "operation   axis  calls   payload", "all_reduce  data      1  4.00 KiB", "waited for other ranks: 2 ms",
     ]  # fmt: skip

@@ -7,6 +7,7 @@ import re
 from contextlib import redirect_stderr
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,31 @@ def test_every_mix_updates_each_chunk_once_and_brings_it_home_once(
         assert of_side == sorted(of_side)
     home = [a.chunk for a in plan[0] if a.kind is ActionKind.EVICT and (a.chunk or 0) < num_chunks]
     assert home == [chunk for chunk in range(num_chunks) if chunk not in on_host]
+
+
+def assert_every_subset_comes_home_once(num_chunks: int) -> None:
+    for ahead, chosen in product(range(4), range(2**num_chunks)):
+        on_host = {chunk: Crossing() for chunk in range(num_chunks) if chosen >> chunk & 1}
+        how: dict[str, Any] = dict(ahead=ahead, on_host=on_host)
+        made = update_plan(num_chunks, **how)
+        check(made, memory=memory_of(num_chunks, **how))
+        updated = [a.chunk for a in made[0] if a.kind is ActionKind.UPDATE]
+        home = [a.chunk for a in made[0] if a.kind is ActionKind.EVICT and (a.chunk or 0) < num_chunks]
+        written = [a.chunk for a in made[0] if a.kind is ActionKind.FETCH and (a.chunk or 0) >= num_chunks]
+        assert sorted(updated) == [*range(num_chunks)]
+        assert home == [chunk for chunk in range(num_chunks) if chunk not in on_host]
+        assert written == [ChunkPart.WEIGHTS.of(chunk, num_chunks) for chunk in on_host]
+
+
+@pytest.mark.parametrize("num_chunks", range(6))
+def test_every_subset_of_up_to_5_chunks_is_updated_once_and_home_once(num_chunks: int) -> None:
+    assert_every_subset_comes_home_once(num_chunks)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("num_chunks", range(6, 11))
+def test_every_subset_of_up_to_10_chunks_is_updated_once_and_home_once(num_chunks: int) -> None:
+    assert_every_subset_comes_home_once(num_chunks)
 
 
 @given(st.integers(1, 200), st.fractions(0, 1, max_denominator=50))

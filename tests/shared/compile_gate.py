@@ -368,6 +368,9 @@ def production_cases() -> dict[str, Callable[[], None]]:
             cases[f"add_{norm} {width}"] = lambda n=norm, w=width, b=bias: both(
                 op[f"add_{n}"](meta(4, 4096, w), meta(4, 4096, w), meta(w), *b, 1e-5, 0.1, rows)
             )
+            cases[f"stream_{norm} {width}"] = lambda n=norm, w=width, b=bias: both(
+                op[f"add_{n}"](meta(4, 4096, w), None, meta(w), *b, 1e-5)
+            )
     for width in (3072, 14336):
         for exact in ("tanh", "none"):
             cases[f"gelu bias {exact} {width}"] = lambda w=width, a=exact: both(
@@ -418,7 +421,7 @@ def production_cases() -> dict[str, Callable[[], None]]:
     cases["lion_"] = lambda: op["lion_"](
         flat(), half(), flat(), lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.1
     )
-    cases["square_sum"] = lambda: op["square_sum"]([half(), flat()], scale)
+    cases["square_sum"] = lambda: op["square_sum"]([half(), flat()])
     ids, table = meta(4, 4096, dtype=torch.int64), meta(128256, 4096, dtype=torch.float32, grad=False)
     cases["embedding_grad_"] = lambda: op["embedding_grad_"](table, meta(4, 4096, 4096), ids)
     documents = meta(4, 4096, dtype=torch.int64)

@@ -474,9 +474,8 @@ def _draw_config(rng: Random, shared: Shared, mesh: Mesh) -> dict[str, Any]:
         found["memory"] = placed
     if mesh.accumulation > 1 or rng.random() < 0.1:
         found["gradient_accumulation"] = mesh.accumulation
-    products = 1 if mesh.sequence or mesh.grid else 4
     if rng.random() < (0.02 if shared.kind in ("own", "perceptron") else 0.4):  # blocks in an nn.ModuleList
-        found["activation_checkpoint"] = choose(rng, {"full": 4, "selective": 0.2 if products == 1 else 4})
+        found["activation_checkpoint"] = choose(rng, {"full": 4, "selective": 4})
     found |= maybe(rng, 0.15, backend="gloo") | maybe(rng, 0.15, kernels="torch")
     return found
 

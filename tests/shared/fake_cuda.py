@@ -9,6 +9,7 @@ Attention in 16 bits is flash attention, as on a GPU.  fake_rank.py trains on it
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import traceback
 from collections import Counter
@@ -153,18 +154,30 @@ def one(dtype: torch.dtype) -> Any:
 
 
 class Event:
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    """Of this device, whose clock goes a millisecond on with each event."""
+
+    ticks = itertools.count(1)
+
+    def __init__(self, *_: Any, enable_timing: bool = False, **__: Any) -> None:
+        self.is_timed, self.at_ms = enable_timing, 0
+
     def query(self) -> bool:
         return True
 
+    def synchronize(self) -> None: ...
+
     def elapsed_time(self, end_event: Any) -> float:
-        return 1.0
+        assert self.is_timed and end_event.is_timed, "events without a time"
+        assert 0 < self.at_ms <= end_event.at_ms, "events that were not recorded"
+        return float(end_event.at_ms - self.at_ms)
 
 
 class Stream:
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def record_event(self, event: Any = None) -> Any:
-        return event or Event()
+        event = event or Event()
+        event.at_ms = next(Event.ticks)
+        return event
 
     def wait_event(self, event: Any) -> None: ...
     def wait_stream(self, other: Any) -> None: ...
@@ -238,6 +251,7 @@ def cuda() -> Iterator[FakeDevice]:
         for name, value in module.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         for owner, name, value in (
+            (torch.backends.cuda, "is_flash_attention_available", lambda: True),
             (Tensor, "pin_memory", pin), (Tensor, "is_pinned", lambda x, *_: device.is_pinned(x)),
             (F, "scaled_dot_product_attention", attend), (threading.Thread, "run", run),
             (Tensor, "tolist", listed), (FakeTensor, "tolist", listed), (torch, "tensor", made),

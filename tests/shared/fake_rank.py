@@ -128,7 +128,9 @@ def on_a_rank(device: FakeDevice, case: Case, forms: dict[str, Any]) -> dict[str
         if case["ranks"] > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=case["rank"], world_size=case["ranks"])
             stack.callback(dist.destroy_process_group)
-        mesh = Mesh.create(config.layout(), case["rank"], timeout_s=10.0, backend="fake")
+        with patch.object(dist, "new_group", wraps=dist.new_group) as made:
+            mesh = Mesh.create(config.layout(), case["rank"], timeout_s=10.0, backend="fake")
+        groups = [sorted(call.args[0]) for call in made.call_args_list]
         board, signals = FailureBoard(store, case["rank"]), StopSignals()
         place = torch.device("cuda", 0)
         with Context(
@@ -148,12 +150,15 @@ def on_a_rank(device: FakeDevice, case: Case, forms: dict[str, Any]) -> dict[str
                 device.counts = Counts()
                 engine.eval_step(batch)
             evaluated, device.counts = device.counts, Counts()
+            spans = engine.timeline().spans
+            timed = [[(span.end_s - span.start_s) * 1e3 for span in spans], engine.ledger.waited_s * 1e3]
             engine.save("nowhere")
             engine.load("nowhere")
             engine.close()
     return dict(
         kernels=counts.kernels, triton=counts.triton, waits=counts.waits, pageable=counts.pageable,
-        evaluated=evaluated.waits, messages=device.messages, drawn=drawn, saved=saved,
+        evaluated=evaluated.waits, messages=device.messages, drawn=drawn, saved=saved, timed=timed,
+        groups=groups,
     )  # fmt: skip
 
 
@@ -324,8 +329,10 @@ def host_tensor() -> Any:
     """A forward that adds a tensor of the host."""
     from colossal_lite.models.gpt import Block
 
-    plain = Block.feed
-    return patch.object(Block, "feed", lambda self, x: plain(self, x) + torch.ones(x.shape[-1]))
+    plain = Block.forward
+    return patch.object(
+        Block, "forward", lambda self, x, *more: plain(self, x, *more) + torch.ones(x.shape[-1])
+    )
 
 
 def read_number() -> Any:

@@ -12,13 +12,13 @@ VOCABULARY, SEQUENCE = 37, 16
 SIZES: dict[str, Any] = dict(vocabulary=VOCABULARY, sequence=SEQUENCE, layers=2, heads=4, width=16)
 
 
-def gpt2(dropout: float = 0.0, tied: bool = True, causal: bool = True) -> nn.Module:
-    return sized("hf-gpt2", **SIZES, dropout=dropout, tied=tied, causal=causal)
+def gpt2(dropout: float = 0.0, tied: bool = True, causal: bool = True, layers: int = 2) -> nn.Module:
+    return sized("hf-gpt2", **SIZES | dict(layers=layers), dropout=dropout, tied=tied, causal=causal)
 
 
-def llama(dropout: float = 0.0, tied: bool = False, causal: bool = True) -> nn.Module:
+def llama(dropout: float = 0.0, tied: bool = False, causal: bool = True, layers: int = 2) -> nn.Module:
     assert not dropout, "Llama has no dropout"
-    return sized("hf-llama", **SIZES, ffn=32, kv_heads=2, tied=tied, causal=causal)
+    return sized("hf-llama", **SIZES | dict(layers=layers), ffn=32, kv_heads=2, tied=tied, causal=causal)
 
 
 def sized(

@@ -117,7 +117,7 @@ class Case:
         if self.family.startswith("hf-"):
             from tests.shared.hugging_face import MODELS
 
-            model = MODELS[self.family](self.dropout, self.tied, self.causal)
+            model = MODELS[self.family](self.dropout, self.tied, self.causal, max(2, self.layers))
         else:
             own = dict(sequence=self.tokens, vocabulary=self.vocabulary, layers=self.layers)
             options = SIZES | own | FAMILIES[self.family]

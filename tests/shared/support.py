@@ -225,11 +225,19 @@ HEAD = """# What goes with what
 | a dot | the two exclude each other |
 
 Features that are not built alone (`NOT_BUILT` of `colossal_lite/config/rules.py`) are not in the table. Models have one
-block, two under `1f1b`, `zb-h1` and `stages on one device`, and four under the other schedules. Hugging Face's always
-have two, too few for those. `usp` is 2 x 2, but 2 without a ring beside 2.5d, 3d and Hugging Face's models. A pipeline
-has two ranks. So has data, four under `hybrid`, if the world then has no more than 16.
+block, Hugging Face's two. Both have two under `1f1b`, `zb-h1` and `stages on one device`, and four under the other
+schedules. `usp` is 2 x 2, but 2 without a ring beside 2.5d, 3d and Hugging Face's models. A pipeline has two ranks. So
+has data, four under `hybrid`, if the world then has no more than 16.
 
 Which classes a swap of layers carries, and how a plan is proven: [plans](plans.md).
+
+## What is refused, and why
+
+- **Auxiliary losses by token in grids.** A token's features lie on several ranks there.
+- **Shares and budgets beside updates in backward.** They give the gradients of a backward and the state of updates one
+  memory, at different times. Within backward both are there at once, and no gradient is left to place.
+- **Clipping, fp16 and optimizers of whole tensors beside updates in backward.** Each needs all gradients first.
+- **Optimizers of whole tensors beside cuts of a tensor.** A rank has no whole tensor.
 
 ## Every pair
 
@@ -240,7 +248,8 @@ of smaller ones named. `updates on both` updates every second chunk on the devic
 excludes clipping, the updated weights are compared.
 
 `pytest tests/house/test_support.py -m campaign`, 24 November 2026. In the suite `tests/house/test_support.py` compares
-the page with the rules.
+the page with the rules. 25 November 2026: Hugging Face's models under `zb-v`, `interleaved` and `bfs`, and selective
+recomputation beside sequence axes and grids.
 
 """
 

@@ -116,6 +116,7 @@ class VirtualLink(link.Link):
         super().close()
         self.clock = clock
         self.timeout_s = 600.0
+        self.spent_s = 0.0
 
     def run(
         self,
@@ -131,10 +132,15 @@ class VirtualLink(link.Link):
             then()
         self.moved_bytes += size_bytes
         seconds = self.clock.planted_s.get(self.name, self.speed.seconds(size_bytes))
+        self.spent_s += seconds
         host_bytes = self.clock.planted_bytes.get(self.name, size_bytes)
         transfer = VirtualTransfer(self, seconds, host_bytes / seconds if seconds else 0.0, tuple(after))
         self.clock.lanes.setdefault(self.bus, deque()).append(transfer)
         return transfer
+
+    @property
+    def busy_s(self) -> float:
+        return self.spent_s
 
     def close(self) -> None:
         return

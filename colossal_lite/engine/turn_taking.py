@@ -1,0 +1,30 @@
+"""Lets engines over one frozen base take turns within their steps, if their lists gather it alike.
+
+Note: schedule/abreast.py has the turns, many/turnstile.py who is next, memory/frozen_slots.py what all of them read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from colossal_lite.engine.engine import Engine
+from colossal_lite.memory.packing import stages_of
+from colossal_lite.zero.stage_weights import StageGather
+
+
+def turns_of(engine: Engine) -> Hashable | None:
+    """Equal for engines that may take turns: the shared weights of each stage, and what orders their loads. None for
+    one that shares none, or that has no stages."""
+    parts, config = engine._parts, engine.config
+    shared = [(stages_of(c.spec), c.record) for c in parts.built.frozen if c.shares_slots]
+    if not shared or not isinstance(parts.weights, StageGather):
+        return None
+    pipeline = config.parallel.pipeline.model_dump_json()
+    return tuple(shared), pipeline, parts.built.stages.trainable, config.gradient_accumulation, config.zero
+
+
+def take_turns(engine: Engine, turn: Callable[[], object] | None) -> None:
+    """Call `turn` where a turn of this engine's step begins, in the thread of the step, which goes on when it returns.
+    None: no more. The engine has turns (`turns_of`)."""
+    assert isinstance(engine._parts.weights, StageGather)
+    engine._parts.weights.on_turn = turn

@@ -1,0 +1,273 @@
+"""Tasks over one base run breadth-first over tasks: the bits of each alone, and the base over the link once for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import colossal_lite as cl
+from colossal_lite.engine.engine import Engine
+from colossal_lite.many.turnstile import Turnstile
+from colossal_lite.memory.packing import stages_of
+from colossal_lite.schedule.abreast import abreast, begins, memory_of, turns
+from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.plan import Action, ActionKind, Plan, PlanError, Shape
+from colossal_lite.zero.stage_weights import StageGather
+from tests.memory.test_frozen_records import CASE, alone, assert_same, steps
+from tests.shared.parity import Case, start
+from tests.shared.pool import RankEnv, run_world
+
+LORA = [
+    replace(CASE, tied=False, adapters=rank, config={**CASE.config, "optimizer": dict(type="adamw", lr=lr)})
+    for rank, lr in ((2, 1e-2), (2, 1e-3), (3, 1e-2), (2, 3e-3))
+]
+
+
+class Together:
+    """The engines of these cases, in one store."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        self.store, self.cases = cl.HostStore(parks=False), cases
+        self.contexts = [cl.launch(case.full_config, rank=0, world_size=1) for case in cases]
+        self.engines = [
+            start(case, context, store=self.store, task=str(i))
+            for i, (case, context) in enumerate(zip(cases, self.contexts, strict=True))
+        ]
+        self.order: list[int] = []
+
+    def abreast(self) -> list[Any]:
+        """Losses of each."""
+        turnstile: Turnstile[list[float]] = Turnstile()
+
+        def turn(number: int) -> None:
+            turnstile.turn(number)
+            self.order.append(number)
+
+        for number, engine in enumerate(self.engines):
+            weights_of(engine).on_turn = partial(turn, number)
+        pairs = zip(self.engines, self.cases, strict=True)
+        return turnstile.run([lambda e=e, c=c: [*steps(e, c)] for e, c in pairs])  # type: ignore[misc]
+
+    def close(self) -> None:
+        for engine, context in zip(self.engines, self.contexts, strict=True):
+            engine.close()
+            context.__exit__(None, None, None)
+
+
+def weights_of(engine: Engine) -> StageGather:
+    weights = engine._parts.weights
+    assert isinstance(weights, StageGather)
+    return weights
+
+
+def up_bytes(engine: Engine) -> int:
+    return sum(row.moved_bytes for row in engine.link_report() if row.link == "h2d")
+
+
+def base_loads(engine: Engine) -> int:
+    """Bytes of the base for the fetches of one step of one task."""
+    sizes = {chunk.spec.id: chunk.local_shard.nbytes for chunk in engine._parts.built.frozen}
+    fetches = (a.chunk for a in weights_of(engine)._actions if a.kind is ActionKind.FETCH)
+    return sum(sizes.get(chunk, 0) for chunk in fetches if chunk is not None)
+
+
+def kept_bytes(engine: Engine) -> tuple[int, int]:
+    """Bytes that the fetches of a first and of a later step find, because nothing has come to their place since."""
+    weights, found, places = weights_of(engine), [0, 0], dict[int, tuple[int, int]]()
+    sizes = {chunk.spec.id: chunk.spec.numel for chunk in engine._parts.built.frozen}
+    fetches = [a.chunk or 0 for a in weights._actions if a.kind is ActionKind.FETCH and a.chunk in sizes]
+    for step in (0, 1):
+        for chunk, begin in zip(fetches, weights._shared_offsets, strict=True):
+            stop = begin + sizes[chunk]
+            if places.get(chunk) == (begin, stop):
+                found[step] += 8 * sizes[chunk]
+            places = {c: at for c, at in places.items() if at[1] <= begin or stop <= at[0]}
+            places[chunk] = (begin, stop)
+    return found[0], found[1]
+
+
+def run_abreast(env: RankEnv, cases: Sequence[Case]) -> Any:
+    made = Together(cases)
+    losses = made.abreast()
+    found = [(each, engine.full_state_dict()) for each, engine in zip(losses, made.engines, strict=True)]
+    slots, base = made.store.slots, base_loads(made.engines[0])
+    arena = [weights_of(engine)._shared_numel * 8 for engine in made.engines]
+    seen = dict(
+        kept=kept_bytes(made.engines[0]),
+        loaded=slots.loaded_bytes, found=slots.found_bytes, base=base, arena=slots.bytes, planned=arena,
+        order=made.order, up=[up_bytes(engine) for engine in made.engines],
+    )  # fmt: skip
+    made.close()
+    return found, seen
+
+
+def test_each_task_has_its_bits_and_the_base_is_loaded_once_a_visit_for_all() -> None:
+    found, seen = run_world(run_abreast, 1, LORA)[0]
+    assert_same(found, run_world(alone, 1, LORA)[0])
+    tasks, count = len(LORA), CASE.steps
+    assert seen["loaded"] <= count * seen["base"]
+    assert seen["loaded"] + seen["found"] == tasks * count * seen["base"]
+    assert seen["order"] == [*range(tasks)] * (len(seen["order"]) // tasks), (
+        "each turn, one task after the other"
+    )
+    assert seen["planned"] == [seen["arena"]] * tasks, "the arena of one task serves all"
+
+
+def by_itself(env: RankEnv, case: Case) -> tuple[int, int]:
+    """Bytes up of a step of an engine without a store, and of them those of the base."""
+    with cl.launch(case.full_config, rank=0, world_size=1) as context:
+        engine = start(case, context)
+        [*steps(engine, case)]
+        return up_bytes(engine), base_loads(engine)
+
+
+def test_sixteen_adapters_load_the_base_once_where_one_after_another_loads_it_sixteen_times() -> None:
+    """By the counts of the links, of a step."""
+    case = replace(LORA[0], steps=2)
+    up, base = run_world(by_itself, 1, case)[0]
+    _, seen = run_world(run_abreast, 1, [case] * 16)[0]
+    own = up - base
+    assert seen["up"][1:] == [own] * 15, "of the base nothing"
+    first, later = seen["kept"]
+    assert [seen["loaded"], seen["up"][0] - own] == [2 * base - first - later, base - later]
+    assert 16 * (seen["up"][0] - own) <= 16 * base and 0 < first < later < base
+
+
+# ---- the merged list ----
+
+
+def lists_of(env: RankEnv, cases: Sequence[Case]) -> Any:
+    """The list of a step of each task, the numbers of its frozen chunks, and what its stages read."""
+    found = []
+    for case in cases:
+        made = Together([case])
+        (engine,) = made.engines
+        [*steps(engine, replace(case, steps=1))]
+        built = engine._parts.built
+        reads = {
+            stage: [c.spec.id for c in (*built.chunks, *built.frozen) if stage in stages_of(c.spec)]
+            for stage in range(4)
+        }
+        numbers = {chunk.spec.id: n for n, chunk in enumerate(built.frozen)}
+        found.append((weights_of(engine)._actions, numbers, reads))
+        made.close()
+    return found
+
+
+def test_the_merged_list_is_checked_and_fetches_each_shared_chunk_once_a_visit() -> None:
+    lists, shared, reads = zip(*run_world(lists_of, 1, LORA[:3])[0], strict=True)
+    plan = abreast(lists, shared)
+    memory = memory_of(reads, shared)
+    shapes = {task: Shape(4, 2, by_visit=True) for task in range(3)}
+    check(plan, shapes=shapes, memory=memory)
+    fetched = [
+        a.chunk
+        for a in plan[0]
+        if a.kind is ActionKind.FETCH and a.task == 0 and a.chunk in {*shared[0].values()}
+    ]
+    one = [shared[0][a.chunk] for a in lists[0] if a.kind is ActionKind.FETCH and a.chunk in shared[0]]
+    assert fetched == one
+    stages = [(a.task, a.stage) for a in plan[0] if a.kind is ActionKind.F and a.micro_batch == 0]
+    assert stages == [(task, stage) for stage in range(4) for task in range(3)]
+    first = next(i for i, a in enumerate(plan[0]) if a.kind is ActionKind.RESHARD and a.task == 0)
+    early = [*plan[0]]
+    early.insert(0, early.pop(first))
+    with pytest.raises(PlanError):
+        check(Plan((tuple(early),)), shapes=shapes, memory=memory)
+
+
+def test_lists_with_other_turns_are_refused() -> None:
+    words = "0FETCH#0 0UNSHARD#0 0F0 0RESHARD#0 1FETCH#1 1UNSHARD#1 1F0 1B0 1RESHARD#1"
+    one = [Action.parse(word) for word in words.split()]
+    assert [*begins(one)] == [True, False, False, True, False, False]
+    assert [len(turn) for turn in turns(one)] == [4, 5]
+    other = [Action.parse(word) for word in words.replace("1FETCH#1", "0F1 1FETCH#1").split()]
+    assert len(abreast([one, other], [{0: 0, 1: 1}] * 2)[0]) == 4 + 1 + 5 + 2 + 4 - 3
+    missing = [action for action in one if action.kind is not ActionKind.FETCH]
+    with pytest.raises(
+        ValueError, match="abreast: task 1 does not gather the shared chunks of task 0, turn by turn"
+    ):
+        abreast([one, missing], [{0: 0, 1: 1}] * 2)
+
+
+# ---- what goes wrong ----
+
+
+def raises_in(env: RankEnv, cases: Sequence[Case]) -> Any:
+    """One task raises in the middle of a step, and the others go on."""
+    made = Together(cases)
+    engine = made.engines[1]
+    weights = weights_of(engine)
+    plain, calls = weights.arrive, 0
+
+    def arrive(stage: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 15:
+            made.contexts[1].__exit__(ValueError, ValueError("no more"), None)
+            raise ValueError("no more")
+        plain(stage)
+
+    weights.arrive = arrive  # type: ignore[method-assign]
+    losses = made.abreast()
+    others = [0, 2, 3]
+    found = [(losses[i], made.engines[i].full_state_dict()) for i in others]
+    for i in others:
+        made.contexts[i].__exit__(None, None, None)
+    return str(losses[1]), found
+
+
+def test_a_task_that_raises_leaves_the_others_as_they_are() -> None:
+    told, found = run_world(raises_in, 1, LORA)[0]
+    assert told == "no more"
+    assert_same(found, run_world(alone, 1, [LORA[i] for i in (0, 2, 3)])[0])
+
+
+def steps_at_once(env: RankEnv, cases: Sequence[Case]) -> str:
+    """Two engines that take no turns by a plan: one begins its step in the middle of the other's."""
+    made = Together(cases)
+    weights = weights_of(made.engines[0])
+    inner = steps(made.engines[1], cases[1])
+    turns_made = 0
+
+    def turn() -> None:
+        nonlocal turns_made
+        turns_made += 1
+        if turns_made == 2:
+            next(inner)
+
+    weights.on_turn = turn
+    with pytest.raises(RuntimeError) as error:
+        next(steps(made.engines[0], cases[0]))
+    return str(error.value)
+
+
+def test_a_step_within_another_reads_no_wrong_bytes() -> None:
+    cases = [replace(case, config={**case.config, "zero": dict(stage=3, prefetch=1)}) for case in LORA[:2]]
+    assert (
+        "frozen weights: another engine reads the place of a chunk" in run_world(steps_at_once, 1, cases)[0]
+    )
+
+
+def test_turns_are_taken_in_the_order_of_numbers_and_one_that_ends_is_left_out() -> None:
+    turnstile: Turnstile[int] = Turnstile()
+    seen: list[int] = []
+
+    def work(number: int, count: int) -> int:
+        for _ in range(count):
+            turnstile.turn(number)
+            seen.append(number)
+        if number == 1:
+            raise ValueError("ends")
+        return number
+
+    found = turnstile.run([partial(work, 0, 3), partial(work, 1, 1), partial(work, 2, 2)])
+    assert seen == [0, 1, 2, 0, 2, 0]
+    assert found[0] == 0 and isinstance(found[1], ValueError) and found[2] == 2
+    turnstile.turn(5)  # of no thread: nothing
+    assert torch.is_grad_enabled()
