@@ -278,7 +278,7 @@ def test_a_step_without_stages_is_printed_with_the_gathers_of_its_blocks_and_the
     given = ("--zero.stage", "3", "--memory.placement", "host", "--gradient_accumulation", "2")
     code, out, _ = command(capsys, config, *given, "--memory.update_on", "host", "--world", "2")
     step = " ".join(out[out.index("one list in a step") :].split())
-    assert code == 0 and "(0F0 0B0 0REDUCE0#0..3) x 2" in step
+    assert code == 0 and "(0F0 0B0 0REDUCE0#3..0) x 2" in step
     assert "within a micro-batch, stages being blocks: UNSHARD#0" in step and "@cpu" in step
 
 
