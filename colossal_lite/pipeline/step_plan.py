@@ -11,7 +11,7 @@ from functools import partial
 from typing import Literal
 
 from colossal_lite.config.pipeline_schema import PipelineConfig
-from colossal_lite.schedule.checker import check
+from colossal_lite.schedule.checker import Reading, check
 from colossal_lite.schedule.pipeline_schedules import SCHEDULES, auto, generate, placements, ranks_of
 from colossal_lite.schedule.plan import ActionKind, Plan, PlanError, Shape
 from colossal_lite.schedule.simulator import StageCosts
@@ -46,13 +46,14 @@ class StepShape:
     weights: StageWeights | None = None
 
 
-def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
+def step_plan(pipeline: PipelineConfig, step: StepShape, compute: Reading | None = None) -> Plan:
     """All passes over a schedule, in their order, checked: what every rank of a pipeline executes in a step.
 
-    One rank gives the serial step: F0 B0 F1 B1 ..., REDUCE, UPDATE.  Raises PlanError for a plan that must not run.
+    One rank gives the serial step: F0 B0 F1 B1 ..., REDUCE, UPDATE.  `compute`: its `compute_plan`, if that was read.
+    Raises PlanError for a plan that must not run.
     """
-    plan = compute_plan(pipeline, step)
-    for one_pass in passes(pipeline, step).values():
+    plan = compute_plan(pipeline, step) if compute is None else compute.plan
+    for one_pass in passes(pipeline, step, compute).values():
         plan = one_pass(plan)
     shape = Shape(
         pipeline.stages,
@@ -66,14 +67,19 @@ def step_plan(pipeline: PipelineConfig, step: StepShape) -> Plan:
     return plan
 
 
-def passes(pipeline: PipelineConfig, step: StepShape) -> dict[str, Callable[[Plan], Plan]]:
+def passes(
+    pipeline: PipelineConfig, step: StepShape, compute: Reading | None = None
+) -> dict[str, Callable[[Plan], Plan]]:
     """The passes over a schedule that a step needs, in their order, by their names."""
     needed: dict[str, Callable[[Plan], Plan]] = {}
     if (parts := step.accumulation_steps) > 1:
         needed[f"repeated for {parts} accumulated parts"] = partial(repeat, times=parts)
     if pipeline.is_staged and pipeline.size > 1:
         posted = "ahead" if step.ahead else "in turn"
-        needed[f"messages, received {posted}"] = partial(add_messages, seconds=step.costs, ahead=step.ahead)
+        read = compute if parts == 1 else None
+        needed[f"messages, received {posted}"] = partial(
+            add_messages, seconds=step.costs, ahead=step.ahead, reading=read
+        )
     if step.backward and not all(step.trainable):
         needed["without the backward of frozen stages"] = partial(freeze, trainable=step.trainable)
     if step.weights is not None:

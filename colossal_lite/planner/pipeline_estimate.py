@@ -73,7 +73,8 @@ def staged_plan(
     )  # fmt: skip
     frozen = build_frozen(mine, config, mesh, META)
     shape = shape_of(config, mesh.layout, stages, packed, count)
-    made, first = step_plan(pipeline, shape), step_plan(pipeline, replace(shape, ahead=False))
+    reading = Reading(compute_plan(pipeline, shape))
+    made, first = (step_plan(pipeline, replace(shape, ahead=ahead), reading) for ahead in (True, False))
     slots = max(most_arrivals(plan[stages.coord]) for plan in (made, first))
     costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
     unread = _unread(made, first, stages, chunks, costs, pieces) if mesh.shares_memory else 0
@@ -87,7 +88,6 @@ def staged_plan(
     state = _pipeline_memory(
         actions, chunks, frozen, config, local, costs, pieces, stages, slots, dry.sequence
     )  # fmt: skip
-    reading = Reading(compute_plan(pipeline, shape))
     timeline = simulate(reading, shape.costs)
     return RunPlan(
         layout=mesh.layout.describe(),

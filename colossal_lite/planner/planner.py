@@ -10,8 +10,10 @@ update.  Cost: some milliseconds a block of a model, at any size of the world.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -46,6 +48,20 @@ from colossal_lite.schedule.update_rates import operations_of
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Python's cycle collector walks every object that torch has, again and again, while a plan makes its many small
+    values. None of them is in a cycle."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_without_collections()
 def plan(
     config: Config | Mapping[str, Any],
     model: GPTConfig | Builder,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from colossal_lite.schedule.plan import (
@@ -54,6 +54,7 @@ class Reading(PlanNodes):
         self.hops: dict[tuple[int, int], Action] = {}
         self.sender: dict[int, int] = {}
         self.meets: list[list[int]] = []
+        self._runs: set[bool] = set()  # with these values of `strict` it was seen to run to its end
         self.placement = {
             (a.task, a.stage, a.micro_batch): self.places[n][0]
             for n, a in enumerate(self.actions)
@@ -79,12 +80,13 @@ class Reading(PlanNodes):
 
     def refuse(self, strict: bool = False) -> None:
         """Raises PlanError if anything is wrong, or if the plan cannot run to its end."""
-        if not self.problems:
+        if not self.problems and strict not in self._runs:
             for node, others in self.blocked(strict).items():
                 for other in others:
                     self.fault(f"waits for ever for rank {self.places[other][0]} {self.actions[other]}", node)
         if self.problems:
             raise PlanError(self.plan, self.problems)
+        self._runs.add(strict)
 
     def _index(self) -> None:
         """Check that all indices are within the shapes; without that nothing else can be checked."""
@@ -183,7 +185,7 @@ class Reading(PlanNodes):
                 self._after(node, SENDS[send])
             else:
                 self.needs[node].append(source)
-                self.hops[source, node] = replace(self.actions[source], kind=send, resource="")
+                self.hops[source, node] = self.actions[source].of_kind(send)
         elif action.kind is ActionKind.W:
             self._after(node, ActionKind.I)
         elif action.kind in SENDS:
@@ -210,7 +212,7 @@ class Reading(PlanNodes):
             for send, receive in zip_longest(sends, received.pop((a, b), []), fillvalue=None):
                 if send is None or receive is None:
                     self.fault("has no partner", *(n for n in (send, receive) if n is not None))
-                elif _answer(self.actions[send]) != self.actions[receive]:
+                elif not _answers(self.actions[send], self.actions[receive]):
                     self.fault(f"messages from rank {a} to rank {b} do not pair", send, receive)
                 else:
                     self.sender[receive] = send
@@ -268,12 +270,11 @@ def _ascends(before: Action, after: Action) -> bool:
     return (i, sign * k) < (j, sign * m)
 
 
-def _answer(send: Action) -> Action:
-    """The RECV that takes what a SEND sends."""
-    assert send.stage is not None
-    return replace(
-        send, kind=SENDS[send.kind], stage=send.stage + (1 if send.kind is ActionKind.SEND_F else -1)
-    )
+def _answers(send: Action, receive: Action) -> bool:
+    """Whether this RECV takes what this SEND sends."""
+    (task, stage, *work), step = work_of(send), 1 if send.kind is ActionKind.SEND_F else -1
+    same = send.chunk == receive.chunk and send.resource == receive.resource
+    return same and receive.kind is SENDS[send.kind] and work_of(receive) == (task, stage + step, *work)
 
 
 def _reachable(waits: list[list[int]]) -> set[int]:

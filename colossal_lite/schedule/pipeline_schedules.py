@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, product
 from math import inf
 
@@ -154,9 +154,9 @@ def _split(actions: Sequence[Action], lag: int) -> list[Action]:
     queue: list[Action] = []
     out: list[Action] = []
     for action in actions:
-        out.append(replace(action, kind=ActionKind.I) if action.kind is ActionKind.B else action)
+        out.append(action.of_kind(ActionKind.I) if action.kind is ActionKind.B else action)
         if action.kind is ActionKind.B:
-            queue.append(replace(action, kind=ActionKind.W))
+            queue.append(action.of_kind(ActionKind.W))
             out += [queue.pop(0)] if len(queue) > lag else []
     return out + queue
 

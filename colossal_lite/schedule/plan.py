@@ -150,6 +150,10 @@ class Action:
             )
         )
 
+    def of_kind(self, kind: ActionKind) -> Action:
+        """The same piece of work as another kind of action, on what does that kind."""
+        return Action(kind, self.task, self.stage, self.micro_batch, self.slice, self.chunk)
+
     @classmethod
     def parse(cls, word: str) -> Action:
         """The action that prints as `word`. Raises ValueError with the grammar if there is none."""

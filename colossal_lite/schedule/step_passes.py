@@ -27,14 +27,20 @@ def one_stage(micro_batches: int) -> Plan:
 # Passes -------------------------------------------------------------------------------------------
 
 
-def add_messages(plan: Plan, seconds: Callable[[Action], float] | None = None, ahead: bool = True) -> Plan:
+def add_messages(
+    plan: Plan,
+    seconds: Callable[[Action], float] | None = None,
+    ahead: bool = True,
+    reading: Reading | None = None,
+) -> Plan:
     """Adds SEND after what makes a message and RECV where it arrives, to a plan that has no messages.
 
     A simulation decides where, by `seconds` of each compute action (by default 1 for F, I and W). RECV stands before
     the compute that runs while the message is sent, so that the transfer hides under it. Without `ahead` it stands
-    after that compute, and then the plan runs even if RECVs block. Raises PlanError if the plan cannot run.
+    after that compute, and then the plan runs even if RECVs block. `reading`: of the plan, if there is one. Raises
+    PlanError if the plan cannot run.
     """
-    reading = Reading(plan)
+    reading = reading or Reading(plan)
     cost = seconds or _unit_seconds
     # A stage of a table alone costs nothing. It would send when its input arrives, and give no order.
     least_s = 1e-6 * max((cost(a) for actions in plan for a in actions), default=0.0) or 1.0
@@ -61,7 +67,7 @@ def add_messages(plan: Plan, seconds: Callable[[Action], float] | None = None, a
         until = compute[receiver][bisect_left(times_s[receiver], sent_s[source, user])]
         kind = ActionKind.RECV_F if use.kind is ActionKind.F else ActionKind.RECV_B
         after[sender, place].append(reading.hops[source, user])
-        after[receiver, until - 1].append(replace(use, kind=kind, resource=""))
+        after[receiver, until - 1].append(use.of_kind(kind))
     return insert(plan, after)
 
 
@@ -115,7 +121,7 @@ def add_step(
             action = Action(ActionKind.REDUCE, stage=stage, chunk=chunk)
             updated = Action(ActionKind.UPDATE, stage=stage, chunk=chunk)
             if chunk in tied:
-                late += [replace(action, kind=ActionKind.TIED_REDUCE, resource=""), action]
+                late += [action.of_kind(ActionKind.TIED_REDUCE), action]
             elif reduce == "step" or len(owners[chunk]) > 1:
                 after[rank, last[stage]].append(action)
             else:
@@ -163,7 +169,7 @@ def freeze(plan: Plan, trainable: Sequence[bool]) -> Plan:
         stage = action.stage or 0
         deferred = shape.backward_kinds(stage)
         if action.kind is ActionKind.B and len(deferred) == 1:
-            yield replace(action, kind=ActionKind.I)
+            yield action.of_kind(ActionKind.I)
         elif action.kind is ActionKind.SEND_B:
             yield from [action] if stage and shape.backward_kinds(stage - 1) else []
         elif action.kind is ActionKind.W:
