@@ -63,6 +63,15 @@ def test_every_side_makes_a_tiny_model_ready_in_the_benchmark_of_initialize() ->
     assert sides == ["FSDP2", "data", "ZeRO-3", "ZeRO-3, bf16"]
 
 
+def test_the_benchmark_of_links_runs_updates_on_both_sides_beside_the_simulator() -> None:
+    done = ran("offload_link.py", "--unit", "0.01", "--records", "2", "--mixes", "host", "2", "0.3")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("│")[2:4] for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["host", "8"], ["{'every': 2}", "4"], ["{'host': 0.3}", "2"]
+    ]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a whole dry run."""
