@@ -268,9 +268,9 @@ def kernels(part: Part) -> None:
 
 def offload(part: Part) -> None:
     def row_of(told: dict[str, Any]) -> Row:
-        numbers = {
-            n: told[n] for n in ("step_ms", "tokens_per_s", "device_gib", "host_gib", "waited_ms", "loss")
-        }
+        shown = ("step_ms", "forward_ms", "backward_ms", "update_ms", "tokens_per_s", "device_gib", "host_gib",
+                 "waited_ms", "loss")  # fmt: skip
+        numbers = {name: told[name] for name in shown}
         name = f"{told['model']} {told['side']}"
         return Row(name, "left out" if told["note"] else "ok", told["note"], {} if told["note"] else numbers)
 

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.observe.clock import Mark, host_seconds, mark
 
 ADAMW = dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 CLIP = 1.0
@@ -72,6 +74,10 @@ class Row:
     params: int = 0
     step_ms: float = 0.0
     least_ms: float = 0.0
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    update_ms: float = 0.0
+    """What of clipping and updates is behind backward. Ours go on in the next forward."""
     tokens_per_s: float = 0.0
     device_gib: float = 0.0
     host_gib: float = 0.0
@@ -101,10 +107,11 @@ WORKS: dict[str, Work] = {
 
 @dataclass(frozen=True)
 class Side:
-    """Something that trains: a step from inputs and labels [B, T] to the mean loss, and what its links moved in the
-    last one: bytes up, bytes down, seconds that were waited."""
+    """Something that trains: a step from inputs and labels [B, T] to the mean loss, which calls its third argument
+    when forward has ended, and when backward has. And what its links moved in the last one: bytes up, bytes down,
+    seconds that were waited."""
 
-    step: Callable[[Tensor, Tensor], float]
+    step: Callable[[Tensor, Tensor, Callable[[], None]], Tensor]
     links: Callable[[], tuple[float, float, float]] = lambda: (0.0, 0.0, 0.0)
     lanes: Callable[[float], str] = lambda step_s: ""
     """In words, of a step of so many seconds."""
@@ -155,7 +162,17 @@ def ours(work: Work, device: str, stack: ExitStack, *, memory: Mapping[str, Any]
         ]
         return ", ".join(parts)
 
-    return Side(lambda inputs, labels: float(engine.train_step((inputs, labels)).loss), links, lanes, held)
+    ended = list[Callable[[], None]]()
+    engine.model.head.register_forward_hook(lambda *_: ended.pop()() if ended else None)
+
+    def step(inputs: Tensor, labels: Tensor, mark: Callable[[], None]) -> Tensor:
+        ended[:] = [mark]
+        loss = engine.forward_backward((inputs, labels))
+        mark()
+        engine.step()
+        return loss
+
+    return Side(step, links, lanes, held)
 
 
 def fsdp2(work: Work, device: str, stack: ExitStack) -> Side:
@@ -175,13 +192,15 @@ def fsdp2(work: Work, device: str, stack: ExitStack) -> Side:
     fully_shard(model, **how)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
 
-    def step(inputs: Tensor, labels: Tensor) -> float:
+    def step(inputs: Tensor, labels: Tensor, mark: Callable[[], None]) -> Tensor:
         loss = loss_of(model, inputs, labels)
+        mark()
         loss.backward()
+        mark()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return loss.detach()
 
     return Side(step)
 
@@ -205,11 +224,13 @@ def deepspeed(work: Work, device: str, stack: ExitStack, *, stage: int, **optimi
     )
     engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
 
-    def step(inputs: Tensor, labels: Tensor) -> float:
+    def step(inputs: Tensor, labels: Tensor, mark: Callable[[], None]) -> Tensor:
         loss = loss_of(engine, inputs, labels)
+        mark()
         engine.backward(loss)
+        mark()
         engine.step()
-        return float(loss.detach())
+        return loss.detach()
 
     return Side(step)
 
@@ -289,31 +310,39 @@ def measured(name: str, side: str, work: Work, device: str, warm: int, steps: in
         largest = 0.0
         if held is not None:  # processes that are not apart have peaks of each other
             largest = params / 1e9 * min(held / max(on_device, 1), host_bytes() / max(grown, 1))
-        step_s, gib = statistics.median(times), 2**30
+        whole, gib = [sum(parts) for parts in times], 2**30
+        step_s = statistics.median(whole)
         return Row(
-            name, side, params, step_s * 1e3, min(times) * 1e3, work.batch * work.model.sequence / step_s,
+            name, side, params, step_s * 1e3, min(whole) * 1e3,
+            *(statistics.median(each) * 1e3 for each in zip(*times, strict=True)),
+            work.batch * work.model.sequence / step_s,
             on_device / gib, resident_bytes() / gib, up / gib, down / gib, waited_s * 1e3,
-            trains.lanes(times[-1]), loss,
+            trains.lanes(whole[-1]), loss,
             largest,
         )  # fmt: skip
 
 
-def timed(side: Side, work: Work, device: str, warm: int, steps: int) -> tuple[list[float], float]:
-    """Seconds of each step, and the last loss; every step learns the same tokens."""
-    generator = torch.Generator().manual_seed(1)
+def timed(
+    side: Side, work: Work, device: str, warm: int, steps: int
+) -> tuple[list[tuple[float, ...]], float]:
+    """Seconds of forward, backward and the rest of each step, and the last loss; every step learns the same tokens."""
+    generator, where = torch.Generator().manual_seed(1), torch.device(device)
     shape = (work.batch, work.model.sequence + 1)
     ids = torch.randint(work.model.vocabulary, shape, generator=generator).to(device)
     inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    times, loss = [], float("nan")
+    times, loss = list[tuple[float, ...]](), torch.tensor(float("nan"))
     for number in range(warm + steps):
         if number == warm and device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        loss = side.step(inputs, labels)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return times[warm:], loss
+        marks = [mark(where)]
+
+        def end_phase(marks: list[Mark] = marks) -> None:
+            marks.append(mark(where))
+
+        loss = side.step(inputs, labels, end_phase)
+        end_phase()
+        times.append(tuple(stop - start for start, stop in pairwise(host_seconds(marks, where))))
+    return times[warm:], float(loss)
 
 
 def count(config: GPTConfig) -> int:
@@ -406,7 +435,8 @@ def line(row: Row) -> str:
     if row.note:
         return f"{row.model:5} {row.side:17} {row.note}"
     return (
-        f"{row.model:5} {row.side:17} {row.step_ms:9.1f} ms (least {row.least_ms:.1f})  "
+        f"{row.model:5} {row.side:17} {row.step_ms:9.1f} ms (least {row.least_ms:.1f}): forward {row.forward_ms:.1f}, "
+        f"backward {row.backward_ms:.1f}, update {row.update_ms:.1f}  "
         f"{row.tokens_per_s:8.0f} tokens/s  device {row.device_gib:6.2f} GiB  host {row.host_gib:6.2f} GiB  "
         f"up {row.up_gib:.2f} down {row.down_gib:.2f} GiB  waited {row.waited_ms:.1f} ms  loss {row.loss:.4f}  "
         f"busy: {row.lanes or 'not known'}  "

@@ -46,6 +46,7 @@ def test_every_placement_and_fsdp_train_the_same_in_the_benchmark_of_offload(tmp
     assert "deepspeed" in peer["note"] or peer["loss"] == pytest.approx(rows["device"]["loss"], rel=1e-2)
     for side, row in rows.items():
         assert not row["note"] and row["least_ms"] > 0, row
+        assert all(row[f"{phase}_ms"] > 0 for phase in ("forward", "backward", "update")), row
         exact = side != "FSDP2 offload"
         assert row["loss"] == pytest.approx(rows["device"]["loss"], rel=0 if exact else 1e-3), side
     assert rows["ours host"]["up_gib"] == rows["ours host"]["down_gib"] > rows["ours split"]["up_gib"] > 0
