@@ -44,6 +44,7 @@ class StageGather(ShardedWeights):
         self.slots = GatherSlots()
         """Slots of the list that was followed last."""
         self._most_planned_numel = self._shared_numel = 0
+        self._shared_offsets: Sequence[int] = ()
         self._offsets: dict[bool, Iterator[int]] = {}  # of chunks in shared slots or not
         self.on_turn: Callable[[], object] | None = None
         """Called where a turn begins (schedule/abreast.py): it returns when this engine may go on."""
@@ -60,7 +61,8 @@ class StageGather(ShardedWeights):
             self._in_shared = {index for index, chunk in self._all.items() if _shares(chunk)}
             own = [action for action in actions if action.chunk not in self._in_shared]
             self._actions, self.slots = actions, gather_slots(own, numels, parts)
-            self._follow_shared([action for action in actions if action.chunk in self._in_shared], numels)
+            if self._in_shared:
+                self._follow_shared([action for action in actions if action.chunk in self._in_shared], numels)
             if self.slots.arena_numel > self._most_planned_numel:
                 self._most_planned_numel = self.slots.arena_numel
                 with (

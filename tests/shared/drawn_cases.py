@@ -477,6 +477,7 @@ def _draw_config(rng: Random, shared: Shared, mesh: Mesh) -> dict[str, Any]:
     if rng.random() < (0.02 if shared.kind in ("own", "perceptron") else 0.4):  # blocks in an nn.ModuleList
         found["activation_checkpoint"] = choose(rng, {"full": 4, "selective": 4})
     found |= maybe(rng, 0.15, backend="gloo") | maybe(rng, 0.15, kernels="torch")
+    found |= maybe(rng, 0.1, deterministic=True)
     return found
 
 
@@ -507,9 +508,12 @@ def _draw_memory(rng: Random, shared: Shared, mesh: Mesh) -> dict[str, Any]:
     if shared.in_backward:
         weights |= {"static": 0.2, "auto": 0.2}
     place = shared.rare.get("memory") or choose(rng, weights)
+    sized = maybe(rng, 0.1, chunk_bytes=rng.choice([512, 3000, 2**15]))
     if place == "device":
-        return maybe(rng, 0.1, placement="device")
-    found: dict[str, Any] = {"placement": place}
+        return maybe(rng, 0.1, placement="device") | sized
+    found: dict[str, Any] = {"placement": place} | sized
+    if place in ("static", "auto"):
+        found |= maybe(rng, 0.2, shared_base="base")
     if place == "disk":
         found["disk_dir"] = DISK
     if place == "static":
