@@ -286,17 +286,18 @@ class Link:
         end_s, watched = time.monotonic() + self.timeout_s, set[Transfer]()
         with self._changed:
             while self._queue:
-                candidates = self._candidates()
-                found = next((each for each in candidates if _is_ready(each)), None)
+                # Asked once: what is handed after this wakes the thread, for each of these is watched before it waits.
+                missing = {each: set(_missing(each)) for each in self._candidates()}
+                found = next((each for each, roots in missing.items() if not roots), None)
                 if found is None and (left_s := end_s - time.monotonic()) > 0:
-                    missing = {root for each in candidates for root in _missing(each)} - watched
-                    watched |= missing
-                    for root in missing:
+                    new = set[Transfer]().union(*missing.values()) - watched
+                    watched |= new
+                    for root in new:
                         root.request.future.add_done_callback(self._wake)
-                    if not missing:  # else one of them may have been handed meanwhile
+                    if not new:
                         self._changed.wait(left_s)
                     continue
-                found = found or candidates[-1]
+                found = found or [*missing][-1]
                 del self._queue[found]
                 self._serving += 1
                 return found

@@ -236,6 +236,31 @@ def test_who_waits_for_too_long_for_another_link_is_told_which() -> None:
     assert held.close() == ["out"]
 
 
+class EndsUnseen(Transfer):
+    """Has not ended when a link's thread has asked for both of its next copies, and has right after."""
+
+    asked = 0
+
+    @property
+    def is_handed(self) -> bool:
+        ended = self.request.future.done()
+        if not ended and threading.current_thread() is not threading.main_thread():
+            self.asked += 1
+            if self.asked == 2:
+                self.request.future.set_result(None)
+        return ended
+
+
+def test_a_copy_whose_predecessor_ends_while_it_is_looked_at_begins(links: list[Link]) -> None:
+    """Else nobody wakes the thread, as it once happened on a busy machine."""
+    other, link = Link("down", ThreadExecutor()), Link("up", ThreadExecutor(), timeout_s=5.0)
+    links += [other, link]
+    before = EndsUnseen(other, link_module.Request(lambda: None), (), Priority.DEMAND, 0)
+    copy = link.run(lambda: None, 0, after=(before,))
+    copy.request.future.result(timeout=2.5)
+    assert before.is_handed and copy.is_handed
+
+
 def test_a_copy_that_was_made_keeps_neither_its_tensors_nor_the_copies_before_it() -> None:
     link, source = Link("up", ThreadExecutor()), torch.ones(4)
     first = link.copy(torch.zeros(4), source)
@@ -352,7 +377,7 @@ def test_a_link_that_begins_what_still_waits_waits_in_a_circle_and_ours_does_not
             time.sleep(1e-3)
 
     faults = (
-        (patch.object(link_module, "_is_ready", lambda transfer: True), patch.object(Link, "_begin", waits))
+        (patch.object(link_module, "_missing", lambda transfer: iter(())), patch.object(Link, "_begin", waits))
         if is_planted
         else (nullcontext(), nullcontext())
     )
