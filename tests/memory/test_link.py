@@ -377,7 +377,10 @@ def test_a_link_that_begins_what_still_waits_waits_in_a_circle_and_ours_does_not
             time.sleep(1e-3)
 
     faults = (
-        (patch.object(link_module, "_missing", lambda transfer: iter(())), patch.object(Link, "_begin", waits))
+        (
+            patch.object(link_module, "_missing", lambda transfer: iter(())),
+            patch.object(Link, "_begin", waits),
+        )
         if is_planted
         else (nullcontext(), nullcontext())
     )
