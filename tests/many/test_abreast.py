@@ -244,6 +244,8 @@ def steps_at_once(env: RankEnv, cases: Sequence[Case]) -> str:
     weights.on_turn = turn
     with pytest.raises(RuntimeError) as error:
         next(steps(made.engines[0], cases[0]))
+    for context in made.contexts:
+        context.__exit__(RuntimeError, error.value, None)
     return str(error.value)
 
 

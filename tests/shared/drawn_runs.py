@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +26,10 @@ from colossal_lite.config.schema import LRSchedulerConfig
 from colossal_lite.distributed.communicator import CommError
 from colossal_lite.numerics.lr_schedules import learning_rate_factor
 from colossal_lite.numerics.random import build_on_meta, replay
-from colossal_lite.zero import build_chunks
 from tests.shared.drawn_cases import DISK, STEPS, DrawnCase
 from tests.shared.drawn_models import OWN_PLAN, build_model, given, make_batch
 from tests.shared.emitting import emits_plainly
-from tests.shared.parity import DTYPE, counted_dropout
+from tests.shared.parity import DTYPE, counted_dropout, resize_chunks
 from tests.shared.places import patched
 from tests.shared.plain_optimizers import Muon, plain_optimizers
 from tests.shared.pool import RankEnv
@@ -184,9 +182,8 @@ def _placed(config: Mapping[str, Any], disk: str) -> dict[str, Any]:
 
 def _start(case: DrawnCase, context: cl.Context, seen: Seen) -> cl.Engine:
     seen.phase = "initialize"
-    size = patch.object(build_chunks, "CHUNK_BYTES", case.habits["chunk_bytes"] or build_chunks.CHUNK_BYTES)
-    size.start()
-    context.on_close(size.stop)
+    if size := case.habits["chunk_bytes"]:
+        resize_chunks(size, context)
     batch = make_batch(case, 0, case.batch["samples"])
     example = given(batch, case.batch["form"], context.local_batch(case.batch["samples"]))
     return cl.initialize(

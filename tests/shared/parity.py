@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -250,14 +249,35 @@ def parallel_run(env: RankEnv, case: Case) -> list[Step]:
     return list(parallel_steps(env, case)[0])
 
 
+_sizes: list[int] = []
+"""Of chunks: what there was, and what open contexts have set since."""
+
+
+def resize_chunks(size_bytes: int, context: cl.Context) -> None:
+    """Chunks have this size until the context is closed. Contexts may close in any order."""
+    if not _sizes:
+        _sizes.append(build.CHUNK_BYTES)
+    _sizes.append(size_bytes)
+    build.CHUNK_BYTES = size_bytes
+
+    def restore() -> None:
+        _sizes.reverse()
+        _sizes.remove(size_bytes)  # the last of these
+        _sizes.reverse()
+        build.CHUNK_BYTES = _sizes[-1]
+        if len(_sizes) == 1:
+            _sizes.clear()
+
+    context.on_close(restore)
+
+
 def start(case: Case, context: cl.Context, **more: Any) -> Engine:
     """The engine of a case, with `more` of `initialize`. Chunks have its size until the context is closed, as a
     budget is foretold later."""
     torch.manual_seed(3)
     model = case.model() if case.build == "module" else case.model
-    size = patch.object(build, "CHUNK_BYTES", case.chunk_bytes or build.CHUNK_BYTES)
-    size.start()
-    context.on_close(size.stop)
+    if case.chunk_bytes:
+        resize_chunks(case.chunk_bytes, context)
     cut = context.local_batch(case.global_batch)
     example = tuple(t[cut] for t in case.batch(0)) if case.shows else None
     return cl.initialize(model, context=context, optimizer=case.own, example=example, **more)

@@ -209,6 +209,11 @@ def _end_with_the_test_process() -> None:
     os._exit(1)
 
 
+def _chunk_bytes() -> int | None:
+    """The size of chunks that tests patch; None before the module is there."""
+    return getattr(sys.modules.get("colossal_lite.zero.build_chunks"), "CHUNK_BYTES", None)
+
+
 def _run(task: _Task) -> bytes:
     """The pickled answer of one task; the process is as before, or the answer is an error."""
     import numpy
@@ -216,6 +221,7 @@ def _run(task: _Task) -> bytes:
     import torch.distributed as dist
 
     environment, directory, known = dict(os.environ), os.getcwd(), len(sys.modules)
+    chunk_bytes = _chunk_bytes()
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
@@ -223,6 +229,7 @@ def _run(task: _Task) -> bytes:
         store = dist.FileStore(task.store_path, task.world_size)
         value = _resolve(task.function)(RankEnv(task.rank, task.world_size, store), *task.args)
         assert not dist.is_initialized(), "the function returned and left torch's default process group open"
+        assert chunk_bytes in (None, _chunk_bytes()), "the function returned and left chunks of another size"
         answer = pickle.dumps(_Answer(value))
         del value, store
     except BaseException as error:  # SystemExit too: the other end must hear of it
