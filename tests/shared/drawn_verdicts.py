@@ -299,9 +299,12 @@ def _narrow_faults(
         pairs.append(("after the resume", second.weights, truth.last, plain.last))
     tossed = _decided_by_rounding(case, truth, plain)
     for when, ours_of, true_of, plain_of in pairs:
-        mine, theirs = _distance(ours_of, true_of, tossed), _distance(plain_of, true_of, tossed)
         moved = _distance(true_of, truth.initial)
-        if not mine <= NARROW * theirs + 0.03 * moved + 1e-6:
+        for without in (NONE, tossed):
+            mine, theirs = _distance(ours_of, true_of, without), _distance(plain_of, true_of, without)
+            if mine <= NARROW * theirs + 0.03 * moved + 1e-6:
+                break
+        else:
             yield f"{when}: weights are {mine:.3g} from the truth, plain ones {theirs:.3g}, moved {moved:.3g}"
 
 
