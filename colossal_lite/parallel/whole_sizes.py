@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from colossal_lite.distributed import autograd_collectives
@@ -347,7 +348,8 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
         plan = _plans.get(key)
         if plan is None:
             try:
-                plan = _find_plan(func, args, kwargs, cut)
+                with _disable_current_modes():  # selective recomputation would take what is tried for the block's
+                    plan = _find_plan(func, args, kwargs, cut)
             except CutError as error:
                 return cut.otherwise(func, args, kwargs, comm, error)
             if len(_plans) < MOST_CALLS:
