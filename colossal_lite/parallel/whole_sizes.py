@@ -348,7 +348,9 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
         plan = _plans.get(key)
         if plan is None:
             try:
-                with _disable_current_modes():  # selective recomputation would take what is tried for the block's
+                with (
+                    _disable_current_modes()
+                ):  # selective recomputation would take what is tried for the block's
                     plan = _find_plan(func, args, kwargs, cut)
             except CutError as error:
                 return cut.otherwise(func, args, kwargs, comm, error)

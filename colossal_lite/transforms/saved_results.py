@@ -12,6 +12,7 @@ result once calls are left out.)
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,24 @@ def save_for_recompute(compute: Callable[[], Result], like: Tensor) -> Result:
         call: Callable[..., Any] = save_for_recompute
         result: Result = handle_torch_function(call, (like,), compute, like)
         return result
-    return compute()
+    if (handle := getattr(_within, "handle", None)) is None:
+        return compute()
+    with _found(None):
+        found: Result = handle(compute)
+        return found
+
+
+_within = threading.local()
+"""`handle` of the recorder whose mode torch has taken off the stack, while the mode handles a call of this thread."""
+
+
+@contextmanager
+def _found(handle: Callable[[Callable[[], Any]], Any] | None) -> Iterator[None]:
+    before, _within.handle = getattr(_within, "handle", None), handle
+    try:
+        yield
+    finally:
+        _within.handle = before
 
 
 class SavedResults:
@@ -91,9 +109,12 @@ class _Calls(TorchFunctionMode):
         self._handle = handle
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Code of ours may stand in the place of a call, such as attention of a model that is shown whole sequences."""
         if func is save_for_recompute:
-            return self._handle(args[0])
-        return func(*args, **(kwargs or {}))
+            with _found(None):
+                return self._handle(args[0])
+        with _found(self._handle):
+            return func(*args, **(kwargs or {}))
 
 
 def _alias(tensor: Tensor) -> Tensor:
