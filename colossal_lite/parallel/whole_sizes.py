@@ -350,7 +350,7 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
             try:
                 with (
                     _disable_current_modes()
-                ):  # selective recomputation would take what is tried for the block's
+                ):  # else selective recomputation counts these trials as the block's
                     plan = _find_plan(func, args, kwargs, cut)
             except CutError as error:
                 return cut.otherwise(func, args, kwargs, comm, error)
