@@ -286,7 +286,7 @@ class Link:
         end_s, watched = time.monotonic() + self.timeout_s, set[Transfer]()
         with self._changed:
             while self._queue:
-                # Asked once. A copy that is handed after this wakes the thread, which watches each of these before it waits.
+                # Asked once: a copy that is handed after this wakes the thread, which has watched it before it waits.
                 missing = {each: set(_missing(each)) for each in self._candidates()}
                 found = next((each for each, roots in missing.items() if not roots), None)
                 if found is None and (left_s := end_s - time.monotonic()) > 0:
