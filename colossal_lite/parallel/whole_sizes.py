@@ -348,9 +348,7 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
         plan = _plans.get(key)
         if plan is None:
             try:
-                with (
-                    _disable_current_modes()
-                ):  # else selective recomputation counts these trials as the block's
+                with _disable_current_modes():  # selective recomputation does not see these trials
                     plan = _find_plan(func, args, kwargs, cut)
             except CutError as error:
                 return cut.otherwise(func, args, kwargs, comm, error)
