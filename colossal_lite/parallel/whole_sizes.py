@@ -20,7 +20,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, count
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -402,21 +402,45 @@ def _find_plan(func: Any, args: Any, kwargs: Any, cut: Cut) -> _Plan:
     whole = list(tensors_in(_on_meta(func, args, kwargs)))
     tensors = list(tensors_in((args, kwargs)))
     why = ""
+    # A part of size 1 would be broadcast where it does not fit, so the trial gives it a size that divides no other.
+    is_one = any(x.cut is not None and x.cut.local == 1 for x in tensors if isinstance(x, Part))
+    tried = _prime_above(max(n for x in (*whole, *tensors) for n in x.shape)) if is_one else 1
     for narrowed in _narrowings(tensors, cut, [x.shape for x in whole]):
         chosen = {id(tensors[place]): dim for place, dim in narrowed}
 
         def part(x: Tensor, chosen: dict[int, int] = chosen) -> Tensor:
-            meta = torch.empty(Tensor.shape.__get__(x), dtype=x.dtype, device="meta")  # type: ignore[attr-defined]
-            return cut.taken(meta, chosen[id(x)]) if id(x) in chosen else meta
+            shape, its = list(_local_shape(x)), getattr(x, "cut", None)
+            if its is not None and its.local == 1:
+                shape[its.dim] = tried
+            meta = torch.empty(shape, dtype=x.dtype, device="meta")
+            if id(x) not in chosen:
+                return meta
+            own = cut.taken(meta, chosen[id(x)])
+            return own if cut.local > 1 else own.expand(_with(own.shape, chosen[id(x)], tried))
 
         try:
             parts = list(tensors_in(func(*mapped(part, args), **mapped(part, kwargs))))
-            cuts = tuple(_cut_of(a.shape, b.shape, tensors, cut) for a, b in zip(whole, parts, strict=True))
+            shapes = [[n if n % tried else n // tried for n in x.shape] for x in parts]
+            cuts = tuple(_cut_of(a.shape, b, tensors, cut) for a, b in zip(whole, shapes, strict=True))
         except (RuntimeError, IndexError, CutError) as error:
             why = why or str(error).splitlines()[0]
             continue
         return _Plan(narrowed, cuts)
     raise CutError(f"{_name(func)} of {_sizes(tensors)} cannot be computed on a part: {why}")
+
+
+def _local_shape(x: Tensor) -> Sequence[int]:
+    """The local sizes of a tensor, a part or not."""
+    sizes: Sequence[int] = Tensor.shape.__get__(x)  # type: ignore[attr-defined]
+    return sizes
+
+
+def _prime_above(size: int) -> int:
+    return next(n for n in count(size + 1) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+
+
+def _with(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    return [size if i == dim % len(shape) else n for i, n in enumerate(shape)]
 
 
 def _cut_of(whole: Sequence[int], part: Sequence[int], tensors: Sequence[Tensor], like: Cut) -> Cut:

@@ -153,6 +153,23 @@ def test_a_model_as_written_trains_on_a_sequence_axis_as_on_one_rank(name: str) 
                 assert float((got[key] - value).norm()) < 1e-12 * (float(value.norm()) + 1e-3 * whole), key
 
 
+def losses_of(env: RankEnv, name: str, parallel: dict[str, Any]) -> list[float]:
+    """Of two steps of two tokens."""
+    settings = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), seed=1, parallel=parallel)
+    with env.launch(settings) as context:
+        engine = cl.initialize(MODELS[name](), context=context)
+        batches = [tuple(part[:, :2] for part in batch(step)) for step in range(2)]
+        return [float(engine.train_step(each).loss) for each in batches]
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_one_token_on_each_rank_is_not_taken_for_all_of_them(name: str) -> None:
+    """A size of 1 is broadcast, also in a product over all keys."""
+    (truth,) = run_world(losses_of, 1, name, {})
+    for found in run_world(losses_of, 2, name, dict(sequence=dict(size=2, mode="ulysses"))):
+        assert found == pytest.approx(truth, rel=1e-12)
+
+
 # ---- what code sees, and what is refused ----
 
 

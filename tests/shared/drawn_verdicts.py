@@ -298,11 +298,12 @@ def _narrow_faults(
     if second is not None:
         pairs.append(("after the resume", second.weights, truth.last, plain.last))
     tossed = _decided_by_rounding(case, truth, plain)
+    share = 0.2 if case.config.get("optimizer", {}).get("moments") == "bf16" else 0.03  # as `_weight_faults`
     for when, ours_of, true_of, plain_of in pairs:
         moved = _distance(true_of, truth.initial)
         for without in (NONE, tossed):
             mine, theirs = _distance(ours_of, true_of, without), _distance(plain_of, true_of, without)
-            if mine <= NARROW * theirs + 0.03 * moved + 1e-6:
+            if mine <= NARROW * theirs + share * moved + 1e-6:
                 break
         else:
             yield f"{when}: weights are {mine:.3g} from the truth, plain ones {theirs:.3g}, moved {moved:.3g}"
