@@ -403,8 +403,7 @@ def _find_plan(func: Any, args: Any, kwargs: Any, cut: Cut) -> _Plan:
     tensors = list(tensors_in((args, kwargs)))
     why = ""
     # A part of size 1 would be broadcast where it does not fit, so the trial gives it a size that divides no other.
-    is_one = any(x.cut is not None and x.cut.local == 1 for x in tensors if isinstance(x, Part))
-    tried = _prime_above(max(n for x in (*whole, *tensors) for n in x.shape)) if is_one else 1
+    tried = _prime_above(max(n for x in (*whole, *tensors) for n in x.shape)) if cut.local == 1 else 1
     for narrowed in _narrowings(tensors, cut, [x.shape for x in whole]):
         chosen = {id(tensors[place]): dim for place, dim in narrowed}
 
@@ -416,7 +415,7 @@ def _find_plan(func: Any, args: Any, kwargs: Any, cut: Cut) -> _Plan:
             if id(x) not in chosen:
                 return meta
             own = cut.taken(meta, chosen[id(x)])
-            return own if cut.local > 1 else own.expand(_with(own.shape, chosen[id(x)], tried))
+            return own if tried == 1 else own.expand(_with(own.shape, chosen[id(x)], tried))
 
         try:
             parts = list(tensors_in(func(*mapped(part, args), **mapped(part, kwargs))))
