@@ -86,6 +86,6 @@ def test_a_step_with_a_mix_takes_what_the_simulator_says_wherever_records_rest(p
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize("placement", ["host", "all records"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_so_do_steps_of_thirty_drawn_mixes(placement: str, seed: int) -> None:
     assert_as_simulated(seed, placement)
