@@ -7,7 +7,7 @@ packing is linear in the blocks.  Cost: some milliseconds a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -253,12 +253,15 @@ class DryRun:
         return weights.trace, (*chunks, *frozen)
 
     def stages(
-        self, stages: Stages, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int
-    ) -> dict[int, StageCost]:
-        """The cost of one micro-batch on each stage."""
+        self, stages: Stages, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int,
+        *, alike: bool,
+    ) -> dict[int, StageCost]:  # fmt: skip
+        """The cost of one micro-batch on each stage. `alike`: the blocks of the model are, so stages of the same parts
+        of blocks are measured once."""
         with self.forms:
             part = self.batch(done, streams, samples)
         found: dict[int, StageCost] = {}
+        seen: dict[Hashable, tuple[StageCost, Tensor]] = {}
         carried: Tensor | None = None
         queue, splits = WeightGradStore(), splits_backward(self.config.parallel.pipeline)
         if splits:
@@ -269,6 +272,10 @@ class DryRun:
             if p.requires_grad
         ]
         for stage in sorted(stages.placement):
+            form = (_parts_of(stages, stage), carried is not None and carried.requires_grad)
+            if form in seen:
+                found[stage], carried = seen[form]
+                continue
             run = partial(self._stage, stages, stage, carried, part, done, streams)
             self.mesh.ledger.clear()
             cost, carried = run(queue)
@@ -282,6 +289,8 @@ class DryRun:
                 whole, _ = run(None)
                 cost = replace(cost, peaks={**cost.peaks, ActionKind.B: whole.peaks[ActionKind.I]})
             found[stage] = cost
+            if alike:
+                seen[form] = cost, carried
         for hook in hooks:
             hook.remove()
         restore_weights(module)
@@ -339,6 +348,12 @@ class DryRun:
             peaks[ActionKind.W] = meter.window()
         peaks[ActionKind.B] = peaks[ActionKind.I]
         return replace(cost, waiting=waiting, peaks=peaks), given.requires_grad_()
+
+
+def _parts_of(stages: Stages, stage: int) -> tuple[str, ...]:
+    """The units of a stage without the numbers of their blocks."""
+    start, stop = stages.cut.bounds[stage]
+    return tuple(unit.name.lstrip("0123456789") for unit in stages.cut.units[start:stop])
 
 
 def measured(dry: DryRun, model: GPTConfig | Builder, samples: int) -> tuple[Whole, Cost]:

@@ -76,7 +76,8 @@ def staged_plan(
     reading = Reading(compute_plan(pipeline, shape))
     made, first = (step_plan(pipeline, replace(shape, ahead=ahead), reading) for ahead in (True, False))
     slots = max(most_arrivals(plan[stages.coord]) for plan in (made, first))
-    costs = {n: dry.stages(stages, module, done, streams, n) for n in sorted({*pieces} - {0})}
+    alike = isinstance(model, GPTConfig)
+    costs = {n: dry.stages(stages, module, done, streams, n, alike=alike) for n in sorted({*pieces} - {0})}
     unread = _unread(made, first, stages, chunks, costs, pieces) if mesh.shares_memory else 0
     mesh.ledger.clear()
     actions = made[stages.coord]

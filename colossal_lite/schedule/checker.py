@@ -96,7 +96,8 @@ class Reading(PlanNodes):
                 self.fault("no such task", node)
             elif action.kind in COMPUTE_KINDS or action.kind in MESSAGES:
                 limits = (shape.stages, shape.micro_batches, shape.slices)
-                if any(i >= n for i, n in zip(work_of(action)[1:], limits, strict=True)):
+                _, stage, i, k = work_of(action)
+                if stage >= limits[0] or i >= limits[1] or k >= limits[2]:
                     self.fault("outside {} stages, {} micro-batches, {} slices".format(*limits), node)
             elif (
                 action.kind is ActionKind.UPDATE
@@ -114,10 +115,11 @@ class Reading(PlanNodes):
                 continue
             if action.kind in COMPUTE_KINDS and self._home(action) != self.places[node][0]:
                 self.fault("the forward of this stage is not on this rank", node)
+            work = work_of(action)
             for part in (ActionKind.I, ActionKind.W) if action.kind is ActionKind.B else (action.kind,):
-                if (part, *work_of(action)) in self.where:
-                    self.fault("done twice", self.where[part, *work_of(action)], node)
-                self.where[part, *work_of(action)] = node
+                if (part, *work) in self.where:
+                    self.fault("done twice", self.where[part, *work], node)
+                self.where[part, *work] = node
                 lane = (part, action.task, action.stage, self.places[node][0])
                 if part in COMPUTE_KINDS and lane in last and not _ascends(self.actions[last[lane]], action):
                     self.fault("out of order", last[lane], node)

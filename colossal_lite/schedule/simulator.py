@@ -62,22 +62,17 @@ class StageCosts:
         return cls((forward_s,) * stages, (input_s,) * stages, (weight_s,) * stages, message_s)
 
     def __call__(self, action: Action) -> float:
-        share = (
-            self.last
-            if action.micro_batch is not None and action.micro_batch == self.micro_batches - 1
-            else 1.0
-        )
-        if action.kind in MESSAGES:
+        kind, stage = action.kind, action.stage
+        is_last = action.micro_batch is not None and action.micro_batch == self.micro_batches - 1
+        share = self.last if is_last else 1.0
+        if kind in MESSAGES:
             return self.message_s * share
-        if action.stage is None or action.kind not in COMPUTE_KINDS:
-            return dict(self.other_s).get(action.kind, 0.0)
-        parts = {
-            ActionKind.F: (self.forward_s,),
-            ActionKind.I: (self.input_s,),
-            ActionKind.W: (self.weight_s,),
-            ActionKind.B: (self.input_s, self.weight_s),
-        }
-        return share * sum(part[action.stage] for part in parts[action.kind])
+        if stage is None or kind not in COMPUTE_KINDS:
+            return dict(self.other_s).get(kind, 0.0)
+        if kind is ActionKind.F:
+            return share * self.forward_s[stage]
+        input_s = 0.0 if kind is ActionKind.W else self.input_s[stage]
+        return share * (input_s + (0.0 if kind is ActionKind.I else self.weight_s[stage]))
 
 
 @dataclass(frozen=True, slots=True)

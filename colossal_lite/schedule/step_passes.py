@@ -128,7 +128,7 @@ def add_step(
                 for i, a in ends if reduce == "micro_batch" else _last_of_visits(ends):
                     if a.stage == stage:
                         place = rank, past_sends(actions, i)
-                        after[place].append(replace(action, micro_batch=a.micro_batch))
+                        after[place].append(Action(ActionKind.REDUCE, 0, stage, a.micro_batch, chunk=chunk))
             if update == "backward":
                 (late if chunk in tied else after[rank, last[stage]]).append(updated)
         late.sort(key=_in_order)

@@ -21,6 +21,7 @@ of a block.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -83,6 +84,8 @@ def apply_activation_checkpoint(module: nn.Module, mode: Mode, streams: DropoutS
             f"activation_checkpoint={mode!r}: {type(module).__name__} has no nn.ModuleList, ModuleDict or Sequential "
             f"of blocks of one class; hold its blocks in one, or use 'none'"
         )
+    # Torch imports this in its first `checkpoint`, and the import keeps that call's tensors until a collection.
+    importlib.import_module("torch._dynamo")
     cached = _without_cache(module)
     for name, block in blocks.items():
         # On the instance: names of modules and parameters, and hooks on the block, do not change.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from colossal_lite.launcher import command as cli
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.observe.memory_meter import LiveBytes
 from colossal_lite.planner.compare import compare_tensor
+from colossal_lite.planner.dry_run import DryRun
 from colossal_lite.planner.model_source import parse_model
 from colossal_lite.planner.planner import plan
 from colossal_lite.planner.run_plan import RunPlan
@@ -106,20 +108,56 @@ STREAMED = dict(
 def test_a_world_of_4096_takes_at_most_3_s_of_cpu_and_no_algebra(
     config: dict[str, Any], model: str, numel: int
 ) -> None:
-    """A whole process, torch's import left out. Torch loads its algebra, in half a second, for shapes of which we have
-    no rule. The pipeline has 32 micro-batches."""
-    code = (
+    """A whole process, torch's import left out, of a package that was used before: its modules are compiled.
+    Torch loads its algebra, half a second, for shapes of which we have no rule. The pipeline has 32 micro-batches."""
+    imports = (
         "import sys, time, torch; start = time.process_time(); "
         "from colossal_lite.planner.planner import plan; "
         "from colossal_lite.planner.model_source import parse_model; "
+    )
+    code = (
+        f"{imports}"
         f"made = plan({config}, parse_model({model!r}), batch=8192, sequence=4096, world_size=4096, rank=4095); "
         "print(time.process_time() - start, made.parameters, 'sympy' in sys.modules)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    _, ended = (
+        subprocess.run(
+            [sys.executable, "-c", each], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+        )
+        for each in (imports, code)
     )
     seconds, parameters, has_algebra = ended.stdout.split()
     assert float(seconds) <= 3.0 and (int(parameters), has_algebra) == (numel, "False"), ended
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {},
+        dict(tensor=2),
+        dict(tensor=dict(size=4, mode="2d")),
+        dict(sequence=dict(size=2, mode="ring")),
+    ],
+    ids=str,
+)
+def test_stages_of_like_blocks_cost_the_same(parallel: dict[str, Any]) -> None:
+    """A dry run measures one of them. `alike=False` measures each."""
+    model = GPTConfig(vocabulary=64, layers=11, heads=4, width=16, sequence=16, tied=False, bias=False)
+    measure, found = DryRun.stages, list[Any]()
+
+    def both(*given: Any, alike: bool) -> Any:
+        assert alike
+        found.append([measure(*given, alike=each) for each in (True, False)])
+        return found[-1][0]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DryRun, "stages", both)
+        for schedule, recompute in (("interleaved", "none"), ("zb-v", "full")):
+            pipeline = dict(size=4, stages_per_rank=2, schedule=schedule)
+            given = dict(parallel={**parallel, "pipeline": pipeline}, activation_checkpoint=recompute)
+            plan(given, model, batch=8, sequence=16, world_size=16)
+    assert len(found) == 2 and all(once == each for once, each in found)
 
 
 # ---- bad input ----
