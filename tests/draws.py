@@ -28,9 +28,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.shared.drawn_cases import DrawnCase, case_of, draw
-from tests.shared.drawn_runs import Seen, at_own_weights, first_part, plain_run, second_part
+from tests.shared.drawn_runs import (
+    Seen,
+    at_own_weights,
+    at_weights_of_each_step,
+    first_part,
+    plain_run,
+    second_part,
+)
 from tests.shared.drawn_signs import lion_rows, wrong_beside_signs
 from tests.shared.drawn_verdicts import (
     BAD,
@@ -81,21 +89,22 @@ def _wrong(case: DrawnCase, first: Seen, second: Seen | None, fault: str | None)
     if parts:
         truth = at_own_weights(case, truth, first, second, "fp64")
     why = wrong(case, first, second, truth, plain)
-    if lion_rows(case) and (why or parts):
-        return _wrong_beside_signs(case, first, second, why, fault)
-    return why
+    has_lion = bool(lion_rows(case))
+    asks = why or parts if has_lion else why and parts and case.dtype not in NARROW
+    states = _states_of_each_step(case, first, fault) if asks else None
+    if states is None:
+        return why
+    if has_lion:
+        return wrong_beside_signs(case, first, second, states)
+    return wrong(case, first, second, at_weights_of_each_step(case, truth, states), None)
 
 
-def _wrong_beside_signs(
-    case: DrawnCase, first: Seen, second: Seen | None, why: str, fault: str | None
-) -> str:
-    """What is wrong in a run of the same bits whose weights are read after each step; `why` if it has other bits."""
+def _states_of_each_step(case: DrawnCase, first: Seen, fault: str | None) -> list[dict[str, Tensor]] | None:
+    """The weights after each step of a run of the same bits; None if it has others."""
     reading = replace(case, habits={**case.habits, "reads": "weights"}, resume_world=0)
     with tempfile.TemporaryDirectory(prefix="drawn-") as folder:
         seen = _part(first_part, case.world, reading, folder, fault)
-    if isinstance(seen, Verdict) or seen[0].digest != first.digest:
-        return why
-    return wrong_beside_signs(case, first, second, seen[0].states)
+    return None if isinstance(seen, Verdict) or seen[0].digest != first.digest else seen[0].states
 
 
 def _unlike_whole_masters(case: DrawnCase, split: Seen, fault: str | None) -> str:

@@ -440,13 +440,14 @@ def divide(
     budget: int | None = None,
     beside: tuple[LiveRange, ...] | None = None,
 ) -> StatePlacement:
-    """The placement with a share `fractions[kind]` of the bytes of each kind on the host, to the nearest piece. Frozen
-    weights have the share of weights: after every chunk as near to the share as whole pieces allow, at most half of the
-    largest piece off."""
+    """The placement with a share `fractions[kind]` of the bytes of each kind on the host, to the nearest piece: at most
+    half of the largest piece off. So are first the chunks that the host updates, and then the others. Frozen
+    weights have the share of weights."""
     on_host = {piece.name for piece in pieces if piece.name.kind is StateKind.LAST_SUM}
     for kind in (kind for kind in StateKind if kind is not StateKind.LAST_SUM):
         seen = away = 0
-        for piece in sorted((p for p in pieces if p.name.kind is kind and p.moves), key=lambda p: p.name):
+        mine = [p for p in pieces if p.name.kind is kind and p.moves]
+        for piece in sorted(mine, key=lambda p: (p.beside is None, p.name)):
             seen += piece.bytes
             if (
                 away + piece.bytes / 2

@@ -63,6 +63,7 @@ class Crossing:
 
 
 ON_DEVICE: Mapping[int, Crossing] = {}
+NOTHING_AWAITED: Mapping[int, Collection[int]] = {}
 
 
 def update_plan(
@@ -134,10 +135,12 @@ def run_of(
     early: bool = False,
     prepares: bool = True,
     in_flight: int = 0,
+    awaited: Mapping[int, Collection[int]] = NOTHING_AWAITED,
 ) -> tuple[Plan, Memory]:
     """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward. `prepares`: the
     first records are fetched in backward. `in_flight`: sums on their way at once, so a gradient leaves so many units
-    after its own.
+    after its own. `awaited`: unit -> the numbers that must have left the device before computing goes on after its
+    backward. Its gradients have the place of a record, or they rest on the host and the step ends.
 
     `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
@@ -190,6 +193,7 @@ def run_of(
         memory,
         uses={(0, stage): tuple(key for unit, key in weights if unit == stage) for stage in stages},
         made={(0, stage): tuple(key for unit, key in gradients if unit == stage) for stage in stages},
+        awaited={(0, unit): tuple((0, number) for number in numbers) for unit, numbers in awaited.items()},
     )
 
 

@@ -24,6 +24,7 @@ class TierCopies:
         self.peak: Counter[str] = Counter()
         self.writer: dict[tuple[Key, str], int] = {}
         self.readers: defaultdict[tuple[Key, str], list[int]] = defaultdict(list)
+        self.left: dict[tuple[Key, str], int] = {}
         # Space that a queued EVICT will free counts as taken until an action needs it, oldest first.
         self.freeing: defaultdict[str, deque[tuple[int, int]]] = defaultdict(deque)
         self.awaited: defaultdict[str, dict[str, int]] = defaultdict(dict)
@@ -91,6 +92,7 @@ class TierCopies:
         self.free(node, key, tier)
         self._overwrite(node, key, tier)
         self.writer.pop((key, tier), None)
+        self.left[key, tier] = node
 
     def free(self, node: int, key: Key, tier: str) -> None:
         """The bytes of a copy are free when this action is done."""
@@ -155,8 +157,13 @@ class RankWalk:
         self.sums = Counter(_weights(a) for a in mine if a.kind is ActionKind.REDUCE)
         self.summed: dict[tuple[Hashable, ...], int] = {}
         self.reduced: defaultdict[tuple[int, int | None, int | None], list[int]] = defaultdict(list)
+        self.awaited: tuple[Chunk, ...] = ()
         for node in self.nodes:
             action = table.actions[node]
+            if self.awaited and action.resource == COMPUTE:
+                left = (self.tiers.left.get((chunk, "device")) for chunk in self.awaited)
+                table.needs[node] += [evicted for evicted in left if evicted is not None]
+                self.awaited = ()
             match action.kind:
                 case ActionKind.F | ActionKind.I | ActionKind.W | ActionKind.B:
                     self._compute(node, action)
@@ -191,6 +198,7 @@ class RankWalk:
             self.tiers.write(node, activations, "device", 0)
             self._count(+1)
         if self.table.frees(action):
+            self.awaited = self.memory.awaited.get(stage, ())
             self.due[stage] -= 1
             self._count(-1)
             self.tiers.drop(node, activations, "device")

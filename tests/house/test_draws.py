@@ -197,6 +197,22 @@ def test_a_sign_that_rounding_decides_under_lion_is_taken_over_and_no_other(dtyp
     assert wrong_beside_signs(case, seen, None, states)
 
 
+@pytest.mark.parametrize("fault", [None, "a gradient is scaled", "a loss is told a little larger"])
+def test_steps_of_rounding_under_lamb_are_judged_at_the_weights_of_the_ranks(fault: str | None) -> None:
+    """Of one sample of which the first token alone has a label: no query matters, and LAMB makes a full step of it."""
+    sizes = dict(vocabulary=37, layers=3, heads=1, width=8, ffn=3)
+    config = dict(precision="fp64", optimizer=dict(type="lamb", lr=0.01), seed=89, timeout_s=20)
+    batch = dict(samples=1, labels="ragged", form="tuple", tokens=8, mask="none", positions=False)
+    model = dict(kind="own", sizes=sizes, frozen=("*head*",))
+    own = dict(
+        world=1, seed=169, model=model, batch=batch, habits=PLAIN["habits"] | dict(refuse="no labels"), config=config,
+        resume_world=0, resume={},
+    )  # fmt: skip
+    case = DrawnCase(**PLAIN | own)
+    assert follows_rounding(case, plain_run(case, "fp64", [False] * 4))
+    assert outcome_of(case, fault).outcome == ("WRONG" if fault else "exact")
+
+
 def test_a_weight_that_moves_by_more_than_two_signs_is_not_taken_over() -> None:
     case, seen, states = lion_run("fp64", "least")
     states[1] = {name: value + 3e-3 for name, value in states[1].items()}
@@ -215,7 +231,7 @@ def test_runs_that_rounding_has_parted_are_compared_at_the_weights_of_the_ranks(
     )
     seen.gradients = [dict(w=gradient)] * 3 + [dict(w=gradient * (1 + 1e-6))]
     assert follows_rounding(case, truth) and wrong(case, seen, None, truth, None) == ""
-    assert wrong(case, seen, None, replace(truth, is_own=True), None).startswith(
+    assert wrong(case, seen, None, replace(truth, own=frozenset({3})), None).startswith(
         "step 3: gradient of w is off"
     )
     plain = replace(truth, gradients=[dict(w=torch.ones(2, dtype=torch.float64))] * 4)

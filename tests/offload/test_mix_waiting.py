@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import colossal_lite as cl
+from colossal_lite.engine.engine import Engine
+from colossal_lite.offload.pieces import VISITING, StateKind
 from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.optimizer_updates import run_of
+from colossal_lite.schedule.optimizer_updates import ChunkPart, run_of
 from colossal_lite.schedule.simulator import simulate
-from colossal_lite.schedule.step_moments import IN_FLIGHT
+from colossal_lite.schedule.step_moments import ACCUMULATING, IN_FLIGHT
 from colossal_lite.schedule.update_mix import UpdateMix
 from tests.offload.test_waiting import (
     LAYERS,
@@ -27,6 +29,7 @@ from tests.offload.test_waiting import (
 from tests.shared.pool import RankEnv, run_world
 from tests.shared.virtual import Clock
 
+RECORDS = VISITING[StateKind.OPTIMIZER].what
 STEPS = 8
 """The first begins with all records on the host."""
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -39,9 +42,10 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 def ran_mixed(
     env: RankEnv, seconds: Seconds, memory: dict[str, Any], stage: int
-) -> tuple[float, list[int], list[int], UpdateMix, bool]:
+) -> tuple[float, list[int], list[int], UpdateMix, bool, dict[int, list[int]]]:
     """Virtual seconds of the last of some real steps; the chunks that the host updates, and those whose records are off
-    the device; how early copies begin; and whether the first do in backward."""
+    the device; how early copies begin; whether the first do in backward; and what computing waits for after the
+    backward of each layer."""
     clock = Clock()
     rates = dict(up=round(RECORD_BYTES / seconds.copy))
     config = dict(precision="fp32", optimizer=dict(type="adamw", lr=0.1), zero=dict(stage=stage))
@@ -61,19 +65,32 @@ def ran_mixed(
         ]
         assert {*away} <= {*on_host}, "sums that rest on the host leave as those that are only updated there"
         moving = [i for i in range(LAYERS) if i not in optimizer._on_device]
-        return clock.now_s - before_s, on_host, moving, optimizer._mix, optimizer.shards is None
+        mix, prepares = optimizer._mix, optimizer.shards is None
+        return clock.now_s - before_s, on_host, moving, mix, prepares, awaited_by(engine, away)
+
+
+def awaited_by(engine: Engine, away: list[int]) -> dict[int, list[int]]:
+    """For each layer the records over whose places its gradient comes. After the last backward, all gradients that rest
+    on the host."""
+    found = {0: [ChunkPart.GRADIENT.of(chunk, LAYERS) for chunk in away]}
+    arena = engine._optimizer.arena
+    for layer in range(LAYERS) if arena is not None else ():
+        records = [one.number for one in arena.plan.live_ranges if one.what == RECORDS]
+        over = [n for n in records if arena._meet((ACCUMULATING, layer), (RECORDS, n))]
+        found[layer] = found.get(layer, []) + over
+    return found
 
 
 def assert_as_simulated(seed: int, placement: str) -> None:
     """Within 0.1 % of the step, by the clock of planted seconds."""
     seconds, how, _ = drawn_mix(seed)
     memory = PLACEMENTS[placement] | dict(update_on=how)
-    ((real_s, on_host, moving, mix, prepares),) = run_world(ran_mixed, 1, seconds, memory, 2)
+    ((real_s, on_host, moving, mix, prepares, awaited),) = run_world(ran_mixed, 1, seconds, memory, 2)
     assert on_host and (placement in ("host", "all records")) is (len(moving) == LAYERS)
     plan, held = run_of(
         [[number] for number in range(LAYERS)], STEPS, ahead=mix.ahead, ahead_down=mix.ahead_down, moving=moving,
         on_host={chunk: ON_HOST[chunk] for chunk in on_host}, early=True, prepares=prepares,
-        in_flight=IN_FLIGHT,
+        in_flight=IN_FLIGHT, awaited=awaited,
     )  # fmt: skip
     check(plan, memory=held)
     assert real_s == pytest.approx(last_step_s(simulate(plan, seconds, memory=held), STEPS), rel=1e-3)

@@ -316,8 +316,8 @@ class Truth:
     saved: dict[str, Tensor]
     last: dict[str, Tensor]
     evaluated: tuple[float, float]
-    is_own: bool = False
-    """Whether the step after the save, and evaluations behind it, are at the weights that the ranks had there."""
+    own: frozenset[int] = frozenset()
+    """Steps at the weights that the ranks had before them, with the evaluations there."""
     follows_signs: bool = False
     """Whether Lion took the signs of the ranks where rounding decides a sign."""
 
@@ -374,8 +374,26 @@ def at_own_weights(case: DrawnCase, truth: Truth, first: Seen, second: Seen | No
         norms=norms,
         gradients=gradients,
         evaluated=(evaluated[0], evaluated[1]),
-        is_own=True,
+        own=frozenset({STEPS}),
     )
+
+
+def at_weights_of_each_step(case: DrawnCase, truth: Truth, states: Sequence[Mapping[str, Tensor]]) -> Truth:
+    """`truth` in fp64 with each step at the weights that the ranks had before it. `states`: after each step before the
+    save."""
+    losses, norms, gradients = list(truth.losses), list(truth.norms), list(truth.gradients)
+    evaluated, before = truth.evaluated[0], case.habits["evaluate_after"]
+    for number in range(1, STEPS):
+        loop = PlainLoop(case, "fp64", states[number - 1])
+        if case.habits["load_before"] == number:
+            loop.halve()
+        if before == number:
+            evaluated = loop.evaluate(-1)
+        losses[number], norms[number], gradients[number] = loop.step(number, skip=True)
+    return replace(
+        truth, losses=losses, norms=norms, gradients=gradients, evaluated=(evaluated, truth.evaluated[1]),
+        own=truth.own | {*range(1, STEPS)},
+    )  # fmt: skip
 
 
 class PlainLoop:

@@ -195,7 +195,7 @@ def kinds_of(case: DrawnCase) -> set[str]:
 
 def _looser(case: DrawnCase, truth: Truth, number: int) -> float:
     """Losses of later steps follow from updates, some of which amplify rounding, and some of which are lossy."""
-    if number == STEPS and truth.is_own:
+    if number in truth.own:
         return 1.0
     if number and follows_rounding(case, truth, number):
         return 1e3 if case.dtype == "fp32" else 1e7
