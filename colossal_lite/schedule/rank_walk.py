@@ -157,13 +157,13 @@ class RankWalk:
         self.sums = Counter(_weights(a) for a in mine if a.kind is ActionKind.REDUCE)
         self.summed: dict[tuple[Hashable, ...], int] = {}
         self.reduced: defaultdict[tuple[int, int | None, int | None], list[int]] = defaultdict(list)
-        self.awaited: tuple[Chunk, ...] = ()
+        self.awaited: list[Chunk] = []
         for node in self.nodes:
             action = table.actions[node]
             if self.awaited and action.resource == COMPUTE:
                 left = (self.tiers.left.get((chunk, "device")) for chunk in self.awaited)
                 table.needs[node] += [evicted for evicted in left if evicted is not None]
-                self.awaited = ()
+                self.awaited = []
             match action.kind:
                 case ActionKind.F | ActionKind.I | ActionKind.W | ActionKind.B:
                     self._compute(node, action)
@@ -198,7 +198,7 @@ class RankWalk:
             self.tiers.write(node, activations, "device", 0)
             self._count(+1)
         if self.table.frees(action):
-            self.awaited = self.memory.awaited.get(stage, ())
+            self.awaited = [*self.memory.awaited.get(stage, ())]
             self.due[stage] -= 1
             self._count(-1)
             self.tiers.drop(node, activations, "device")
