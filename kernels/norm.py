@@ -229,6 +229,8 @@ def _norm_backward(
             normal = tl.where(inside, normal - tl.load(mean + row), 0.0)
         normal *= r
         d = tl.load(dy + row * dy_stride + c, mask=inside, other=0.0).to(tl.float32)
+        if STREAM:  # with the other loads: behind the sums ptxas spills
+            stream = tl.load(ds_in + row * ds_in_stride + c, mask=inside, other=0.0)
         sum_w += d * normal
         if BIAS:
             sum_b += d
@@ -238,7 +240,7 @@ def _norm_backward(
             out -= tl.sum(g, axis=0) / features
         out *= r
         if STREAM:
-            out += tl.load(ds_in + row * ds_in_stride + c, mask=inside, other=0.0).to(tl.float32)
+            out += stream.to(tl.float32)
         out = out.to(kind)
         tl.store(ds + row * features + c, out, mask=inside)
         if DROP:
