@@ -46,12 +46,13 @@ def _adamw_rule(
     v = tl.fma(rest2 * g, g, v * beta2)
     if NARROW:
         words = word_tile(k0, k1, count, first + begin, BLOCK)
-        tl.store(first_state + i, _rounded(m, words & 0xFFFF), mask=inside)
         tl.store(second_state + i, _rounded(v, (words >> 16) & 0xFFFF), mask=inside)
     else:
         tl.store(second_state + i, v, mask=inside)
     p = p * keep - tl.div_rn(rate * m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
-    if not NARROW:
+    if NARROW:  # behind the division: before it ptxas spills
+        tl.store(first_state + i, _rounded(m, words & 0xFFFF), mask=inside)
+    else:
         tl.store(first_state + i, m, mask=inside)
     return p
 

@@ -88,6 +88,7 @@ STEPS = replace(
         (dict(launch=DRAWS), "sqrt.approx.f32 %f1", "approx"),
         (dict(launch=replace(DRAWS, options=())), "", "may fuse"),
         (dict(launch=STEPS), "fma.rn.f32 %f1\n" * 17, "17 fused multiply-adds a thread; the source has 16"),
+        (dict(launch=STEPS), "fma.rn.f32x2 %f1\n" * 9, "18 fused multiply-adds a thread; the source has 16"),
         (dict(launch=STEPS), "fma.rn.f32 %f1\n" * 15, "15 fused multiply-adds a thread; the source has 16"),
     ],
 )

@@ -261,7 +261,8 @@ def inexact(launch: Launch, ptx: str) -> list[str]:
         found.append("the compiler may fuse a product and a sum")
     if (rule := constants.get("RULE")) is not None:
         due = FUSED[rule] * constants["BLOCK"] // (32 * options["num_warps"])
-        if (made := len(re.findall(r"\bfma\.", ptx))) != due:
+        words = re.findall(r"\bfma\.[\w.]+", ptx)
+        if (made := sum(2 if word.endswith("x2") else 1 for word in words)) != due:  # x2: of two elements
             found.append(f"{made} fused multiply-adds a thread; the source has {due}")
     return found
 
