@@ -28,6 +28,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.shared.fake_cuda import ROOT, Counts, FakeDevice, cuda, here
@@ -179,9 +180,19 @@ def alone() -> Iterator[None]:
     from colossal_lite.distributed.mesh import Mesh
     from colossal_lite.engine.rank_comparison import RankComparison
 
+    all_gather = Communicator.all_gather
+
+    def gathered(comm: Communicator, shard: Tensor, out: Tensor | None = None, *, dim: int = 0) -> Tensor:
+        """The fake process group leaves the parts of others undefined, and numbers on the host are read. Emulated
+        ranks have no such group."""
+        if isinstance(shard, FakeTensor) or out is not None or comm._torch is None:
+            return all_gather(comm, shard, out, dim=dim)
+        return torch.cat([shard] * comm.size, dim)
+
     with ExitStack() as stack:
         for owner, name, value in (
             (Communicator, "gather_json", lambda comm, value: [value] * comm.size),
+            (Communicator, "all_gather", gathered),
             (Mesh, "check_together", lambda *_: None), (RankComparison, "check", lambda *_: None),
             *((sys.modules[name], MODES, contextlib.nullcontext) for name in _leaving_modes()),
         ):  # fmt: skip
