@@ -48,7 +48,7 @@ class ManyCommand:
             )
         result = launcher.train_many(
             sweep.tasks, config=sweep.config, directory=sweep.directory, policy=sweep.policy, stop=sweep.stop,
-            save_every=sweep.save_every, resume=self.resume,
+            save_every=sweep.save_every, resume=self.resume, quantum=sweep.quantum,
         )  # fmt: skip
         if place.rank == 0:
             print(f"{result}\n{result.directory / 'report.html'}: losses, and what each device did")
@@ -64,7 +64,7 @@ def _plan(sweep: Sweep, devices: int) -> int:
     from colossal_lite.many.timetable import simulate
     from colossal_lite.observe.tables import seconds, table
 
-    check(sweep.tasks, sweep.config, sweep.policy, sweep.stop, sweep.save_every, devices)
+    check(sweep.tasks, sweep.config, sweep.policy, sweep.stop, sweep.save_every, devices, sweep.quantum)
     step_s = {**sweep.step_s, **measured_step_s(sweep.directory)}
     if unknown := [task.name for task in sweep.tasks if task.name not in step_s]:
         raise ValueError(

@@ -11,6 +11,7 @@ from colossal_lite.launcher import env
 from colossal_lite.launcher.start import launch, launch_gang, serve_gangs
 
 if TYPE_CHECKING:
+    from colossal_lite.many.build_timetable import Quantum
     from colossal_lite.many.coordinator import OnReport
     from colossal_lite.many.policies import PolicyName
     from colossal_lite.many.results import ManyResult
@@ -20,17 +21,18 @@ if TYPE_CHECKING:
 def train_many(
     tasks: Sequence[Task], *, config: Mapping[str, Any], directory: str | Path, policy: PolicyName = "link",
     stop: Halving | None = None, on_report: OnReport | None = None, save_every: int | None = None,
-    resume: bool = False, timeout_s: float = 600.0,
+    resume: bool = False, quantum: Quantum = "step", timeout_s: float = 600.0,
 ) -> ManyResult:  # fmt: skip
     """Train every task to its steps, with the losses and weights that it has alone. Collective.
 
     Each process of the launch (torchrun, or none: one) has one device.  Tasks change devices by their checkpoints.
     `config`: the settings that all share, as a dict.  `directory`: of this run; each task is a `cl.Run` in
     `directory/tasks/NAME`.  `policy`: which task an idle device takes; it changes times, never numbers.  `stop`: ends
-    the worse tasks early.  `on_report(task, step, metrics)` is called on rank 0 after every quantum (about half a
-    second of steps). It gets the last loss and held_out loss, and may return "stop".  `save_every`: steps between
-    saves, to which a task goes back if its process dies; None: only when it moves or ends.  `resume`: go on with what
-    is in `directory`, also on another number of devices.
+    the worse tasks early.  `quantum`: "stage": a device trains two tasks at once that have stages. Each hides the loads
+    of the other, and both are in memory.  `on_report(task, step, metrics)` is called on rank 0 about every half second
+    of steps. It gets the last loss and held_out loss, and may return "stop".  `save_every`: steps between saves, to
+    which a task goes back if its process dies; None: only when it moves or ends.  `resume`: go on with what is in
+    `directory`, also on another number of devices.
 
     A task that raises is marked as failed with its cause, and the others go on.  A worker that dies is started again.
     Raises ValueError, before anything is allocated, with everything that is wrong.  Raises WorkersLostError if a
@@ -42,5 +44,5 @@ def train_many(
         prepare = partial(env.show_one_device, context.local_rank)
         return train(
             tasks, context, launch=launch_gang, serve=serve_gangs, prepare=prepare, config=config, directory=directory,
-            policy=policy, stop=stop, on_report=on_report, save_every=save_every, resume=resume,
+            policy=policy, stop=stop, on_report=on_report, save_every=save_every, resume=resume, quantum=quantum,
         )  # fmt: skip

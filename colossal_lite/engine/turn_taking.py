@@ -1,6 +1,8 @@
-"""Lets engines over one frozen base take turns within their steps, if their lists gather it alike.
+"""Lets engines of one device take turns within their steps: over one frozen base, or to hide each other's loads.
 
 Note: schedule/abreast.py has the turns, many/turnstile.py who is next, memory/frozen_slots.py what all of them read.
+Engines over one base read one place on the device, so their lists must gather it alike.  Other engines share nothing:
+while one computes a stage, the next stage of another is on its way.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ from colossal_lite.engine.engine import Engine
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.zero.stage_weights import StageGather
 
+BY_ITSELF = "by itself"
+
 
 def turns_of(engine: Engine) -> Hashable | None:
-    """Equal for engines that may take turns: the shared weights of each stage, and what orders their loads. None for
-    one that shares none, or that has no stages."""
+    """Equal for engines that may take turns: the shared weights of each stage, and what orders their loads. BY_ITSELF
+    for one that shares none, None for one that gathers no stages."""
     parts, config = engine._parts, engine.config
     shared = [(stages_of(c.spec), c.record) for c in parts.built.frozen if c.shares_slots]
-    if not shared or not isinstance(parts.weights, StageGather):
+    if not isinstance(parts.weights, StageGather):
         return None
+    if not shared:
+        return BY_ITSELF
     pipeline = config.parallel.pipeline.model_dump_json()
     return tuple(shared), pipeline, parts.built.stages.trainable, config.gradient_accumulation, config.zero
 

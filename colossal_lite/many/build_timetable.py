@@ -15,7 +15,9 @@ from colossal_lite.many.jobs import Job, block_of, gang_fault, spread_s
 from colossal_lite.many.policies import POLICIES, Candidate, Choose, Moment, PolicyName
 from colossal_lite.many.timetable import Action, Clock, Kind, Timetable
 
-Quantum = Literal["step", "part"]
+Quantum = Literal["step", "stage"]
+"""What a device does of a job before it may take another."""
+QUANTA: tuple[Quantum, ...] = ("step", "stage")
 
 
 def timetable(
@@ -24,9 +26,8 @@ def timetable(
 ) -> Timetable:  # fmt: skip
     """Lists what each device does until all jobs have made their steps.
 
-    `memory_bytes`: of each device.  `quantum`: what a device does of a job before it may take another, None: a part
-    under the policy "link", which hides loads beside other jobs, else a step.  Raises ValueError for a job larger than
-    a device, two jobs of one name, or an unknown policy.
+    `memory_bytes`: of each device.  `quantum`: None: a stage under the policy "link", which hides loads beside other
+    jobs, else a step.  Raises ValueError for a job larger than a device, two jobs of one name, or an unknown policy.
     """
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: no such policy; legal: {', '.join(POLICIES)}")
@@ -43,7 +44,7 @@ def timetable(
                 f"smaller memory.device_budget of the task, or a larger device"
             )
     builder = _Builder(jobs, devices, POLICIES[policy](jobs, devices, seed), memory_bytes)
-    builder.by_step = (quantum or ("part" if policy == "link" else "step")) == "step"
+    builder.by_step = (quantum or ("stage" if policy == "link" else "step")) == "step"
     builder.run()
     return Timetable(tuple(jobs), tuple(map(tuple, builder.lists)), memory_bytes)
 

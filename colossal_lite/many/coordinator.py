@@ -11,6 +11,11 @@ device of it takes another task.  The gang begins when the last of them has ende
 not at all, so no two gangs wait for each other.  A request to a gang is put into the queues of its workers at once. So
 all have requests in one order.  An answer of a gang is whole when each worker has answered, or has died.
 A worker is in gangs of one size at a time: torch has one default group in a process.
+
+Note: the quantum.
+A device is asked again when it has made some steps of a task, about half a second.  With the quantum "stage" it trains
+two tasks at once that have stages: they take turns stage by stage, so that the loads of one are hidden by the other.
+The policy chooses both.  A task that the end of the run waits for trains by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from colossal_lite.config.config import Config
+from colossal_lite.many.build_timetable import Quantum
 from colossal_lite.many.jobs import Job, block_of, spread_s
 from colossal_lite.many.policies import POLICIES, Candidate, Choose, Moment, PolicyName
 from colossal_lite.many.results import losses_of, metric_of
@@ -71,6 +78,8 @@ class TaskState:
     busy_s: float = 0.0
     base: str | None = None
     """The name of its frozen weights, if it states one."""
+    has_stages: bool = False
+    """Whether it can take turns with another task."""
 
 
 class Journal:
@@ -130,11 +139,14 @@ class Coordinator:
     send: Callable[[int, Message], None]
     shared: Mapping[str, Any] = field(default_factory=dict)
     """Settings of all tasks."""
+    quantum: Quantum = "step"
     spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.states = {
-            task.name: TaskState(task, n, base=base_of(task, self.shared))
+            task.name: TaskState(
+                task, n, base=base_of(task, self.shared), has_stages=has_stages(task, self.shared)
+            )
             for n, task in enumerate(self.tasks)
         }
         self.pending: list[list[Request]] = [[] for _ in range(self.devices)]
@@ -242,11 +254,8 @@ class Coordinator:
                 self.send(device, {"do": "kill"})
 
     def _run(self, state: TaskState) -> None:
-        most = self._most_abreast(state)
-        steps = 1 if state.step_s is None else max(1, round(QUANTUM_S / most / max(state.step_s, 1e-6)))
-        to = min(self._next_goal(state), state.step + steps)
-        group = [state, *(self._abreast(state, to)[: most - 1] if most > 1 else ())]
-        for left, each in zip(reversed(range(len(group))), group, strict=True):
+        group = self._group(state)
+        for left, (each, to) in zip(reversed(range(len(group))), group, strict=True):
             each.busy_on, name = state.busy_on, each.task.name
             self._journal.write(
                 at_s=self._now_s, decision="run", task=name, step=each.step, to=to, devices=each.busy_on
@@ -257,6 +266,40 @@ class Coordinator:
             self._ask(
                 each.busy_on, "run", name, to=to, evaluates=self._evaluates(each, to), place=place, **more
             )
+
+    def _group(self, state: TaskState) -> list[tuple[TaskState, int]]:
+        """What a device does at once, the task that was chosen first: each with the step to come to."""
+        if (most := self._most_abreast(state)) > 1:
+            to = self._step_after(state, QUANTUM_S / most)
+            return [(each, to) for each in (state, *self._abreast(state, to)[: most - 1])]
+        if (other := self._beside(state)) is None:
+            return [(state, self._step_after(state, QUANTUM_S))]
+        long_s = max(QUANTUM_S / 2, *(each.step_s or 0.0 for each in (state, other)))
+        return [(each, self._step_after(each, long_s)) for each in (state, other)]
+
+    def _step_after(self, state: TaskState, long_s: float) -> int:
+        """The step to which a task comes in so long: at least the next one, at most its goal."""
+        steps = 1 if state.step_s is None else max(1, round(long_s / max(state.step_s, 1e-6)))
+        return min(self._next_goal(state), state.step + steps)
+
+    def _beside(self, state: TaskState) -> TaskState | None:
+        """The task that takes turns with this one, stage by stage. One whose process has died runs by itself."""
+        job = self._job(state)
+        is_critical = job.alone_s >= self._bound_s() - job.step_s
+        if self.quantum == "step" or not state.has_stages or state.deaths or is_critical:
+            return None
+        ready = [s for s in self.states.values() if self._is_ready(s)]
+        idle = sum(not self._is_taken(device) for device in range(self.devices))
+        able = [s for s in ready if s.has_stages and not s.deaths and s.at in ((), state.busy_on)]
+        if not able or len(ready) <= idle:
+            return None
+        chosen = self._choose(self._moment(state.busy_on[0], able))
+        return None if chosen is None else self.states[chosen.task]
+
+    def _bound_s(self) -> float:
+        """The least time of all that is left."""
+        jobs = [self._job(state) for state in self.states.values() if state.status == "open"]
+        return spread_s([(job.alone_s, job.devices) for job in jobs], self.devices)
 
     def _evaluates(self, state: TaskState, to: int) -> bool:
         held_out = self.stop is not None and self.stop.metric == "held_out" and to == self._rung_after(state)
@@ -301,8 +344,6 @@ class Coordinator:
         return state.task.steps if rung is None else rung
 
     def _moment(self, device: int, ready: Sequence[TaskState]) -> Moment:
-        jobs = [self._job(state) for state in self.states.values() if state.status == "open"]
-        bound_s = spread_s([(job.alone_s, job.devices) for job in jobs], self.devices)
         candidates = []
         for state in ready:
             job, block = self._job(state), tuple(block_of(device, state.task.devices))
@@ -318,7 +359,7 @@ class Coordinator:
                     self._last[device] == job.task,
                 )  # fmt: skip
             )
-        return Moment(device, self._now_s, 0.0, bound_s, candidates)
+        return Moment(device, self._now_s, 0.0, self._bound_s(), candidates)
 
     def _job(self, state: TaskState) -> Job:
         known = [s.step_s for s in self.states.values() if s.step_s is not None]
@@ -528,6 +569,14 @@ def base_of(task: Task, shared: Mapping[str, Any]) -> str | None:
     """The name that a task states for its frozen weights."""
     memory = task.settings(shared).get("memory")
     return memory.get("shared_base") if isinstance(memory, Mapping) else None
+
+
+def has_stages(task: Task, shared: Mapping[str, Any]) -> bool:
+    """Whether a task of one device has stages, or may get some under its budget, and no base in common with others."""
+    if task.devices > 1 or base_of(task, shared) is not None:
+        return False
+    config = Config.load(task.settings(shared))
+    return config.parallel.pipeline.is_staged or config.memory.device_budget is not None
 
 
 def _fell(rung: int, metrics: Mapping[str, float], kept: Sequence[str]) -> str:

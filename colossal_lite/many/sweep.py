@@ -16,7 +16,7 @@ from colossal_lite.config.source import read_source
 from colossal_lite.many.task import Halving, Task, lay_over
 
 OF_A_TASK = ("build", "data", "evaluate", "criterion", "steps", "global_batch", "devices", "config", "step_s")
-TOP = (*OF_A_TASK, "directory", "policy", "save_every", "stop", "task", "grid")
+TOP = (*OF_A_TASK, "directory", "policy", "quantum", "save_every", "stop", "task", "grid")
 FUNCTIONS = ("build", "data", "evaluate", "criterion")
 
 
@@ -32,6 +32,7 @@ class Sweep:
     policy: Any
     save_every: int | None
     stop: Halving | None
+    quantum: Any
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -60,6 +61,7 @@ def read_sweep(path: Path) -> Sweep:
     return Sweep(
         tuple(tasks), step_s, raw.get("config", {}), Path(raw.get("directory", Path("runs") / path.stem)),
         raw.get("policy", "link"), raw.get("save_every"), None if stop is None else Halving(**stop),
+        raw.get("quantum", "step"),
     )  # fmt: skip
 
 

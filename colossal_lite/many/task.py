@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import nn
 
 from colossal_lite.config.config import Config
+from colossal_lite.many.build_timetable import QUANTA
 from colossal_lite.many.jobs import gang_fault
 from colossal_lite.many.policies import POLICIES
 
@@ -79,9 +80,10 @@ def check(
     stop: Halving | None,
     save_every: int | None,
     devices: int,
+    quantum: str = "step",
 ) -> None:
     """Raise one ValueError with everything that is wrong with the request, for so many devices."""
-    problems = [*_of_all(tasks, policy, stop, save_every)]
+    problems = [*_of_all(tasks, policy, stop, save_every, quantum)]
     for task in tasks:
         problems += [f"task {task.name!r}: {problem}" for problem in _of_task(task, shared, devices)]
     if problems:
@@ -89,7 +91,7 @@ def check(
 
 
 def _of_all(
-    tasks: Sequence[Task], policy: str, stop: Halving | None, save_every: int | None
+    tasks: Sequence[Task], policy: str, stop: Halving | None, save_every: int | None, quantum: str
 ) -> Iterator[str]:
     names = [task.name for task in tasks]
     if not tasks:
@@ -98,6 +100,8 @@ def _of_all(
         yield f"tasks: {name!r} names {names.count(name)} tasks; legal: a name of its own for each"
     if policy not in POLICIES:
         yield f"policy={policy!r}: no such policy; legal: {', '.join(POLICIES)}"
+    if quantum not in QUANTA:
+        yield f"quantum={quantum!r}: legal: {', '.join(map(repr, QUANTA))}"
     if save_every is not None and save_every < 1:
         yield f"save_every={save_every}; legal: 1 or more steps, or None"
     if stop is None:

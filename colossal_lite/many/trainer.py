@@ -11,6 +11,7 @@ from typing import Any
 from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.stopping import STOPPED, Stopped
+from colossal_lite.many.build_timetable import Quantum
 from colossal_lite.many.coordinator import Coordinator, OnReport
 from colossal_lite.many.devices import (
     END_S,
@@ -36,14 +37,14 @@ def train(
     tasks: Sequence[Task], context: Context, *, launch: Launch, serve: Callable[[], tuple[object, int]],
     prepare: Callable[[], object], config: Mapping[str, Any], directory: str | Path, policy: PolicyName = "link",
     stop: Halving | None = None, on_report: OnReport | None = None, save_every: int | None = None,
-    resume: bool = False,
+    resume: bool = False, quantum: Quantum = "step",
 ) -> ManyResult:  # fmt: skip
     """As `launcher.train_many`, in the context of its supervisors: a rank for each device. Collective.
 
     `launch`: opens the context of a task, in a worker.  `serve`: serves the store where gangs meet; its port.
     `prepare`: called first in each worker.
     """
-    check(tasks, config, policy, stop, save_every, context.world_size)
+    check(tasks, config, policy, stop, save_every, context.world_size, quantum)
     directory = Path(directory)
     claims = FolderClaims()
     context.on_close(claims.close)
@@ -59,7 +60,7 @@ def train(
             others: list[Device] = [OtherDevice(context, rank) for rank in range(1, context.world_size)]
             server, port = serve()  # held while the tasks train
             leader = Leader(context, own, others, directory, port, config)
-            leader.run(tasks, policy, stop, on_report)
+            leader.run(tasks, policy, stop, on_report, quantum)
             del server
         else:
             relay(own, context)
@@ -130,11 +131,12 @@ class Leader:
         self._watch = Watch(context)
 
     def run(
-        self, tasks: Sequence[Task], policy: PolicyName, stop: Halving | None, on_report: OnReport | None
-    ) -> None:
+        self, tasks: Sequence[Task], policy: PolicyName, stop: Halving | None, on_report: OnReport | None,
+        quantum: Quantum = "step",
+    ) -> None:  # fmt: skip
         coordinator = Coordinator(
             tasks, self._directory, policy, stop, on_report, len(self._devices), self._context.config.seed,
-            self._port, lambda device, request: self._devices[device].send(request), self._config,
+            self._port, lambda device, request: self._devices[device].send(request), self._config, quantum,
         )  # fmt: skip
         table = LiveTable(coordinator)
         try:

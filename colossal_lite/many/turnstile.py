@@ -8,6 +8,7 @@ have turns alike run by the merged list of schedule/abreast.py.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -21,6 +22,9 @@ class Turnstile(Generic[T]):
         self._changed = threading.Condition()
         self._waiting: list[int] = []  # in the order in which they go on
         self._now: int | None = None
+        self._since_s = 0.0
+        self.ran_s: list[float] = []
+        """Seconds of the turns of each thread."""
 
     def run(self, works: Sequence[Callable[[], T]]) -> list[T | BaseException]:
         """Run each work on its own thread; what it returns or raises."""
@@ -35,7 +39,7 @@ class Turnstile(Generic[T]):
             finally:
                 self._pass_on()
 
-        self._waiting = [*range(len(works))]
+        self._waiting, self.ran_s = [*range(len(works))], [0.0] * len(works)
         threads = [
             threading.Thread(target=runs, args=(number,), name=f"turn {number}") for number in self._waiting
         ]
@@ -57,7 +61,10 @@ class Turnstile(Generic[T]):
 
     def _pass_on(self) -> None:
         with self._changed:
-            self._now = self._waiting.pop(0) if self._waiting else None
+            now_s = time.monotonic()
+            if self._now is not None:
+                self.ran_s[self._now] += now_s - self._since_s
+            self._now, self._since_s = self._waiting.pop(0) if self._waiting else None, now_s
             self._changed.notify_all()
 
     def _wait(self, number: int) -> None:

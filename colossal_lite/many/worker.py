@@ -3,7 +3,8 @@
 Note: the life of a worker.
 A worker has one device. It keeps the engines of its tasks open, so going from one to another costs nothing.  A task
 leaves by a checkpoint, and its next worker goes on from there.  An error of a task closes that task alone.
-Tasks over one base that are asked for together take turns in their steps, and read one copy of it.
+Tasks that are asked for together take turns in their steps. Those over one base read one copy of it. Others hide
+their loads beside the compute of the other.
 The workers of a gang get the same requests in the same order. Each is a rank of the gang's world.
 Stop signals are for the supervisor. The worker ends when its supervisor does, without saving.
 """
@@ -197,18 +198,18 @@ class Worker:
         `later_s` of an answer: how long the device has done something else since."""
         if len(requests) == 1:
             return [self.answer(requests[0])]
-        found, alike = dict[str, Message](), dict[Hashable, list[str]]()
+        found, alike = dict[str, Message](), dict[Hashable, list[Message]]()
         for request in requests:
             name = request["task"]
             try:
                 if name not in self._open:
                     self._open[name] = self._opened(self._tasks[name], request["place"])
                 turns = turns_of(self._open[name].run.engine)
-                alike.setdefault(name if turns is None else turns, []).append(name)
+                alike.setdefault((name,) if turns is None else turns, []).append(request)
             except (Exception, SystemExit) as error:
                 found[name] = self._failed(name, error)
-        for names in alike.values():
-            found |= self._by_turns(names, requests[0]["to"])
+        for those in alike.values():
+            found |= self._by_turns(those)
         for request in requests:
             if (made := found[request["task"]])["said"] == "ran":
                 ended = self.answer(request)  # evaluates, and saves a task that is over
@@ -221,13 +222,13 @@ class Worker:
             for n, request in enumerate(requests)
         ]
 
-    def _by_turns(self, names: Sequence[str], to: int) -> dict[str, Message]:
-        """Where these tasks began, their losses, and a share of the time of all."""
-        turnstile, begun_s = Turnstile[Message](), time.monotonic()
+    def _by_turns(self, requests: Sequence[Message]) -> dict[str, Message]:
+        """Where these tasks began, their losses, and the seconds of their turns."""
+        turnstile = Turnstile[Message]()
 
-        def work(number: int, name: str) -> Message:
+        def work(number: int, name: str, to: int) -> Message:
             held = self._open[name]
-            before, takes = held.step, len(names) > 1
+            before, takes = held.step, len(requests) > 1
             try:
                 if takes:
                     take_turns(held.run.engine, partial(turnstile.turn, number))
@@ -239,16 +240,13 @@ class Worker:
                     take_turns(held.run.engine, None)
             return {"said": "ran", "before": before, "loss": loss}
 
-        found = turnstile.run([partial(work, *each) for each in enumerate(names)])
-        share_s = (time.monotonic() - begun_s) / len(names)
-        for each in found:
+        made = turnstile.run([partial(work, n, r["task"], r["to"]) for n, r in enumerate(requests)])
+        found = dict[str, Message]()
+        for request, each, ran_s in zip(requests, made, turnstile.ran_s, strict=True):
             if isinstance(each, BaseException):
                 raise each
-        return {
-            n: each | {"run_s": share_s}
-            for n, each in zip(names, found, strict=True)
-            if isinstance(each, dict)
-        }
+            found[request["task"]] = each | {"run_s": ran_s}
+        return found
 
     def _run(self, task: str, to: int, evaluates: bool, place: Mapping[str, Any]) -> Message:
         begun_s = time.monotonic()

@@ -2,6 +2,7 @@
 
     python examples/benchmarks/many_models.py              simulated from costs, about a minute
     python examples/benchmarks/many_models.py emulated     eight processes that sleep for each step, half a minute
+    python examples/benchmarks/many_models.py stages       two GPTs on one device behind an emulated link, two minutes
     python examples/benchmarks/many_models.py real         small GPTs in two processes, some minutes
 
 Hydra's last public version does not start, so its rules are simulated. They are Sharded-LRTF by visits, one
@@ -27,7 +28,7 @@ import torch
 import colossal_lite as cl
 from colossal_lite.launcher.start import launch_gang
 from colossal_lite.many import coordinator, worker
-from colossal_lite.many.build_timetable import timetable
+from colossal_lite.many.build_timetable import QUANTA, Quantum, timetable
 from colossal_lite.many.devices import OwnDevice
 from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, PolicyName
@@ -41,13 +42,16 @@ EMULATED_STEP_S = 0.1
 CONFIG: dict[str, Any] = dict(precision="fp32", backend="gloo", seed=0)
 SHAPE = cl.models.GPTConfig(vocabulary=256, layers=4, heads=4, width=128, sequence=64)
 REAL_STEPS = 160
+LINK_BYTES_S, STAGED_STEPS = 100_000_000, 20
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("how", nargs="?", choices=["simulated", "emulated", "real"], default="simulated")
+    parser.add_argument(
+        "how", nargs="?", choices=["simulated", "emulated", "stages", "real"], default="simulated"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of each policy, for real")
     given = parser.parse_args()
     how = given.how
@@ -57,6 +61,8 @@ def main() -> None:
         drawn(80)
     elif how == "emulated":
         emulated()
+    elif how == "stages":
+        stages(given.rounds)
     else:
         real(given.rounds)
 
@@ -95,7 +101,7 @@ def hydra_s(jobs: Sequence[Job], micro_batches: int) -> float:
     ]
     few = [replace(job, left=max(1, job.left // micro_batches)) for job in found]  # as long a list for each
     times = sum(job.left for job in found) / sum(job.left for job in few)
-    return times * simulate(timetable(few, DEVICES, "lrtf", quantum="part")).makespan_s
+    return times * simulate(timetable(few, DEVICES, "lrtf", quantum="stage")).makespan_s
 
 
 def two() -> None:
@@ -131,8 +137,9 @@ def drawn(loads: int) -> None:
 
 
 def trained_s(
-    tasks: Sequence[cl.Task], devices: int, policy: PolicyName, prepare: Callable[[], object]
-) -> tuple[float, int]:
+    tasks: Sequence[cl.Task], devices: int, policy: PolicyName, prepare: Callable[[], object],
+    quantum: Quantum = "step",
+) -> tuple[float, int]:  # fmt: skip
     """Seconds from the first step to the last of all tasks, by so many workers, and the moves between them."""
     with tempfile.TemporaryDirectory() as name, cl.launch(CONFIG, rank=0, world_size=1) as context:
         folder = Path(name)
@@ -146,7 +153,9 @@ def trained_s(
                 for each in workers:
                     assert not list(each.answers()), "nothing is asked yet"
                 time.sleep(0.1)
-            Leader(context, workers[0], workers[1:], folder, 0, CONFIG).run(tasks, policy, None, None)
+            Leader(context, workers[0], workers[1:], folder, 0, CONFIG).run(
+                tasks, policy, None, None, quantum
+            )
         finally:
             for each in workers:
                 each.close()
@@ -209,6 +218,37 @@ def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def task(name: str, steps: int) -> cl.Task:
     return cl.Task(name, build, data=samples, steps=steps, global_batch=8)
+
+
+def stages(rounds: int) -> None:
+    """A task with few samples and one with many, each with all its state on the host, behind a slow link."""
+    config = dict(
+        parallel=dict(pipeline=dict(size=1, schedule="bfs", stages_per_rank=4, micro_batches=2)), zero=dict(stage=3),
+        memory=dict(
+            placement="static", host_fraction=dict.fromkeys(("weights", "gradients", "optimizer"), 1.0),
+            update_on="host", rates=dict(up=LINK_BYTES_S, down=LINK_BYTES_S),
+        ),
+    )  # fmt: skip
+    loads, computes = (
+        cl.Task(name, wide, data=samples, steps=STAGED_STEPS, global_batch=batch, config=config)
+        for name, batch in (("loads", 2), ("computes", 32))
+    )
+    took: dict[str, list[float]] = {"step": [], "stage": [], "loads": [], "computes": []}
+    for _ in range(rounds):
+        for name, tasks, quantum in (
+            ("step", (loads, computes), QUANTA[0]), ("stage", (loads, computes), QUANTA[1]),
+            ("loads", (loads,), QUANTA[0]), ("computes", (computes,), QUANTA[0]),
+        ):  # fmt: skip
+            took[name].append(trained_s(tasks, 1, "link", partial(torch.set_num_threads, 1), quantum)[0])
+    found = {name: statistics.median(each) for name, each in took.items()}
+    print(
+        f"heavy loads ({found['loads']:.1f} s by itself) and heavy compute ({found['computes']:.1f} s) on one device: "
+        f"step by step {found['step']:.1f} s, stage by stage {found['stage']:.1f} s"
+    )
+
+
+def wide() -> cl.models.GPT:
+    return cl.models.GPT(replace(SHAPE, width=256))
 
 
 def real(rounds: int) -> None:

@@ -134,7 +134,8 @@ def alone(env: RankEnv, task: cl.Task, folder: Path) -> tuple[list[float], dict[
 
 def weights_in(task: cl.Task, folder: Path) -> dict[str, torch.Tensor]:
     """What a task's newest checkpoint holds."""
-    with cl.launch(CONFIG, rank=0, world_size=1) as context:
+    config = CONFIG | dict(optimizer=task.settings(CONFIG)["optimizer"])
+    with cl.launch(config, rank=0, world_size=1) as context:
         engine = cl.initialize(task.build, context=context)
         engine.load(folder / "checkpoints")
         return engine.full_state_dict()

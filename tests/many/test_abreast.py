@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 
 import colossal_lite as cl
 from colossal_lite.engine.engine import Engine
+from colossal_lite.engine.turn_taking import BY_ITSELF, turns_of
 from colossal_lite.many.turnstile import Turnstile
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.schedule.abreast import abreast, begins, memory_of, turns
@@ -136,6 +138,45 @@ def test_sixteen_adapters_load_the_base_once_where_one_after_another_loads_it_si
     first, later = seen["kept"]
     assert [seen["loaded"], seen["up"][0] - own] == [2 * base - first - later, base - later]
     assert 16 * (seen["up"][0] - own) <= 16 * base and 0 < first < later < base
+
+
+def like(case: Case, stages: int, parts: int, optimizer: dict[str, Any], **more: Any) -> Case:
+    """The case with other stages, micro-batches and optimizer, without a base."""
+    pipeline = {**case.pipeline, "stages_per_rank": stages, "micro_batches": parts}
+    config = {**case.config, "optimizer": optimizer, **more.pop("config", {})}
+    return replace(case, adapters=0, pipeline=pipeline, config=config, **more)
+
+
+APART = [
+    like(CASE, 4, 2, dict(type="adamw", lr=1e-2), dropout=0.1),
+    like(CASE, 2, 4, dict(type="sgd", lr=1e-2, momentum=0.9), family="llama", layers=3),
+    like(
+        CASE,
+        3,
+        1,
+        dict(type="lion", lr=1e-3),
+        dropout=0.2,
+        tied=False,
+        config=dict(seed=11, clip_grad_norm=1.0),
+    ),
+]
+
+
+def run_apart(env: RankEnv, cases: Sequence[Case]) -> Any:
+    made = Together(cases)
+    losses = made.abreast()
+    found = [(each, engine.full_state_dict()) for each, engine in zip(losses, made.engines, strict=True)]
+    kinds = [turns_of(engine) for engine in made.engines]
+    made.close()
+    return found, made.order, kinds
+
+
+def test_tasks_without_a_common_base_take_turns_stage_by_stage_with_their_own_bits() -> None:
+    found, order, kinds = run_world(run_apart, 1, APART)[0]
+    assert_same(found, run_world(alone, 1, APART)[0])
+    assert kinds == [BY_ITSELF] * 3
+    shortest = min(map(order.count, range(3)))
+    assert order[: 3 * shortest] == [0, 1, 2] * shortest and {*order} == {0, 1, 2}
 
 
 # ---- the merged list ----
@@ -268,7 +309,9 @@ def test_turns_are_taken_in_the_order_of_numbers_and_one_that_ends_is_left_out()
             raise ValueError("ends")
         return number
 
+    begun_s = time.monotonic()
     found = turnstile.run([partial(work, 0, 3), partial(work, 1, 1), partial(work, 2, 2)])
+    assert 0 < sum(turnstile.ran_s) <= time.monotonic() - begun_s and all(turnstile.ran_s)
     assert seen == [0, 1, 2, 0, 2, 0]
     assert found[0] == 0 and isinstance(found[1], ValueError) and found[2] == 2
     turnstile.turn(5)  # of no thread: nothing

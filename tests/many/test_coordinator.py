@@ -11,6 +11,7 @@ import pytest
 
 import colossal_lite as cl
 from colossal_lite.many import coordinator
+from colossal_lite.many.build_timetable import QUANTA
 from colossal_lite.many.coordinator import Coordinator
 from colossal_lite.many.policies import POLICIES
 
@@ -130,7 +131,11 @@ def test_every_task_ends_whatever_the_policy_the_gangs_and_the_deaths(
         monkeypatch.setattr(coordinator, "saved_step", lambda _, task, saved=workers.saved: saved[task])
         folder = tmp_path / f"{policy}{seed}"
         folder.mkdir()
-        asks = Coordinator(tasks, folder, policy, None, None, devices, seed, 0, workers.send)
+        asks = Coordinator(
+            tasks, folder, policy, None, None, devices, seed, 0, workers.send, quantum=draw.choice(QUANTA)
+        )
+        for state in asks.states.values():
+            state.has_stages = state.task.devices == 1 and draw.random() < 0.6
         for _ in range(3000):
             if asks.is_over:
                 break
@@ -236,4 +241,42 @@ def test_where_a_device_is_full_its_other_tasks_are_parked_and_alone_it_is_the_e
     assert [each[1:] for each in sent[4:]] == [("run", "b")]
     asks.hear(0, full)
     assert asks.states["b"].status == "failed" and asks.states["b"].cause == full["cause"]
+    asks.close()
+
+
+@pytest.mark.parametrize(
+    ("quantum", "staged", "devices", "open_there", "asked"),
+    [
+        ("stage", "abc", 1, "abc", "ba"),
+        ("stage", "bc", 1, "abc", "bc"),
+        ("stage", "abc", 1, "b", "ba"),
+        ("stage", "ac", 1, "abc", "b"),
+        ("stage", "b", 1, "abc", "b"),
+        ("stage", "abc", 2, "ab", "b"),
+        ("step", "abc", 1, "abc", "b"),
+    ],
+)
+def test_by_stages_two_tasks_run_abreast_unless_one_is_critical(
+    quantum: Any, staged: str, devices: int, open_there: str, asked: str, tmp_path: Path
+) -> None:
+    """Task b is the longest: with two devices the end waits for it. Its steps take 0.05 s, those of others 0.1 s."""
+    sent: list[dict[str, Any]] = []
+    tasks = [
+        cl.Task(name, lambda: None, data=[0], steps=40 if name == "b" else 9, global_batch=1)  # type: ignore[arg-type,return-value]
+        for name in "abc"
+    ]
+
+    def send(device: int, request: dict[str, Any]) -> None:
+        if device == 0 and request["do"] == "run":
+            sent.append(request)
+
+    asks = Coordinator(tasks, tmp_path, "link", None, None, devices, 0, 0, send, quantum=quantum)
+    for name, state in asks.states.items():
+        state.at = (0,) if name in open_there else (1,) if devices == 2 else ()
+        state.has_stages, state.step_s = name in staged, 0.05 if name == "b" else 0.1
+    asks.assign()
+    assert "".join(request["task"] for request in sent) == asked
+    assert sent[0].get("abreast", 0) == len(asked) - 1
+    to = {request["task"]: request["to"] for request in sent}
+    assert to == ({"b": 5, asked[1]: 2} if len(asked) > 1 else {"b": 10}), "about as long"
     asks.close()

@@ -32,10 +32,15 @@ def test_the_example_spans_its_grid() -> None:
     sweep = read_sweep(ROOT / "examples" / "many_models" / "sweep.toml")
     check(sweep.tasks, sweep.config, sweep.policy, sweep.stop, sweep.save_every, 1)
     assert [task.name for task in sweep.tasks][:2] == ["width=32,lr=0.0003", "width=32,lr=0.001"]
-    assert len(sweep.tasks) == 6 and sweep.directory == Path("runs/many_models")
+    assert len(sweep.tasks) == 6 and sweep.directory == Path("runs/many_models") and sweep.quantum == "step"
     last: Any = sweep.tasks[-1]
     assert last.build.keywords == {"width": 64}
     assert last.settings(sweep.config)["optimizer"] == {"type": "adamw", "lr": 3e-3}
+
+
+def test_a_file_may_ask_for_stages(tmp_path: Path) -> None:
+    path = written(tmp_path, 'quantum = "stage"' + HEAD)
+    assert read_sweep(path).quantum == "stage"
 
 
 def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from colossal_lite.many.build_timetable import timetable
+from colossal_lite.many.build_timetable import QUANTA, timetable
 from colossal_lite.many.jobs import Job, lower_bound_s
 from colossal_lite.many.policies import POLICIES, Candidate, Choose, Moment, wrap_around
 from colossal_lite.many.timetable import Action, Timetable, TimetableError, check, simulate
@@ -67,7 +67,7 @@ def test_no_policy_starves_a_task_or_a_gang() -> None:
             job.left * (job.step_s + 3 * job.load_s) for job in jobs
         )  # each step loaded and written
         for policy in POLICIES:
-            for quantum in ("step", "part"):
+            for quantum in QUANTA:
                 table = timetable(
                     jobs, devices, policy, memory_bytes=memory_bytes, quantum=quantum, seed=seed
                 )

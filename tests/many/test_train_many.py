@@ -205,6 +205,46 @@ def test_tasks_larger_than_their_device_train_stage_by_stage_with_the_bits_of_no
     assert "budget: ways to train within memory.device_budget" in told, told
 
 
+STAGED = [
+    task("three", build=own.deep, config=own.SPILLED),
+    task("two", 3e-3, 9, config=dict(
+        optimizer=dict(type="lion"), clip_grad_norm=0.5, zero=dict(stage=3, prefetch=0), memory=own.AWAY,
+        parallel=dict(pipeline=own.STAGES | dict(stages_per_rank=2, micro_batches=4)),
+    ), build=own.deep),
+]  # fmt: skip
+"""Unlike in their stages, micro-batches, optimizers and steps."""
+
+
+@pytest.fixture(scope="module")
+def expected_of_staged(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return by_themselves(STAGED, tmp_path_factory.mktemp("staged"))
+
+
+def abreast_in(folder: Path) -> set[tuple[str, str]]:
+    """Pairs of tasks that the journal shows to be asked for at once, of one device."""
+    rows = [json.loads(row) for row in (folder / "journal.jsonl").read_text().splitlines()]
+    runs = [row for row in rows if row["decision"] == "run"]
+    pairs = zip(runs, runs[1:], strict=False)
+    return {
+        (a["task"], b["task"])
+        for a, b in pairs
+        if a["devices"] == b["devices"] and b["at_s"] - a["at_s"] < 0.01
+    }
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_two_tasks_take_turns_stage_by_stage_with_their_own_bits(
+    devices: int, expected: Found, expected_of_staged: Found, tmp_path: Path
+) -> None:
+    folder, how = tmp_path / "many", dict(quantum="stage", quantum_s=0.02)
+    tasks = [*STAGED, *PLAIN[:2]]
+    found = run_world(together, devices, tasks, folder, how, timeout_s=240)[0]
+    names = ("three", "two", "a", "b")
+    assert_as_alone(found, {n: (expected_of_staged | expected)[n] for n in names}, folder, tasks)
+    pairs = abreast_in(folder)
+    assert {frozenset(pair) for pair in pairs} >= {frozenset(("three", "two"))} or devices == 2, pairs
+
+
 GANGS = [
     task("pair", devices=2),
     task("tensor", 3e-3, 8, devices=2, config=dict(parallel=dict(tensor=dict(mode="1d", size=2)))),
@@ -280,18 +320,24 @@ def expected_of_gangs(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(19))
 def test_kills_at_drawn_moments_change_no_bit(
-    seed: int, expected: Found, expected_of_gangs: Found, tmp_path: Path
+    seed: int, expected: Found, expected_of_gangs: Found, expected_of_staged: Found, tmp_path: Path
 ) -> None:
-    """Five moments each: two workers, then the whole job or a signal, then two workers of the run that goes on."""
+    """Five moments each: two workers, then the whole job or a signal, then two workers of the run that goes on. From 12
+    on with tasks that take turns stage by stage."""
     draw, folder = random.Random(seed), tmp_path / "many"
     stop = cl.Halving(rungs=(4,), keep=0.5) if draw.random() < 0.3 else None
     policy = list(POLICIES)[seed % len(POLICIES)]
     devices = [1, 2, 2, 4][seed % 4], draw.choice([1, 2] if seed % 4 == 0 else [2, 4])
-    tasks = [*PLAIN, *(GANGS if min(devices) > 1 else [])]
-    want = expected | (expected_of_gangs if min(devices) > 1 else {})
+    tasks = [*PLAIN, *(GANGS if min(devices) > 1 else []), *(STAGED if seed >= 12 else [])]
+    want = (
+        expected
+        | (expected_of_gangs if min(devices) > 1 else {})
+        | (expected_of_staged if seed >= 12 else {})
+    )
     how = dict(policy=policy, save_every=draw.choice([None, 1, 3, 5]), stop=stop, quantum_s=0.02)
+    how |= dict(quantum="stage" if seed >= 12 else "step")
     first, second = draw.sample(range(1, 7), 2)
     kills = {first: "worker", second: "worker", draw.randint(7, 9): draw.choice(["job", "job", "stop"])}
     with suppress(WorldError):
@@ -340,9 +386,10 @@ def test_everything_that_is_wrong_is_refused_at_once() -> None:
         task("h", evaluate=None),
     ]  # fmt: skip
     with pytest.raises(ValueError) as told:
-        check(tasks, CONFIG, "best", cl.Halving(metric="held_out", rungs=(9, 4), keep=2), 0, 3)
+        check(tasks, CONFIG, "best", cl.Halving(metric="held_out", rungs=(9, 4), keep=2), 0, 3, "part")
     for words in (
         "'a' names 2 tasks", "policy='best': no such policy; legal: fifo", "save_every=0", "stop.keep=2",
+        "quantum='part': legal: 'step', 'stage'",
         "stop.rungs=(9, 4)", "f, g, h have no evaluate", "task '../b': the name is also a folder",
         "task 'c': data: a list_iterator has no length", "task 'd': steps=0", "devices=2 in a world of 3; legal: 1, 3",
         "task 'f': ", "optimizer.rate", "task 'g': ", "parallel.data",

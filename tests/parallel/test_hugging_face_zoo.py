@@ -69,9 +69,11 @@ def test_four_of_five_cells_of_the_page_are_exact() -> None:
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_in_every_mode_is_as_the_page_has_it(name: str, mode: str) -> None:
+    """Modes that the page has not are exact; with more ranks than heads attention is left whole there."""
     found = outcome(name, ALL_MODES[mode])
-    on_page = read().get((name, mode), "exact")
+    on_page = read().get((name, mode))
     if isinstance(found, str):
         assert on_page == f"refused {one_line(found)}"
-    else:
-        assert on_page.startswith("exact") and on_page.endswith("w") == found[1] and found[0] < BOUND, found
+        return
+    assert found[0] < BOUND, found
+    assert on_page is None or (on_page.startswith("exact") and on_page.endswith("w") == found[1]), found
