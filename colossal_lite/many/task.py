@@ -16,6 +16,7 @@ from colossal_lite.config.config import Config
 from colossal_lite.many.build_timetable import QUANTA
 from colossal_lite.many.jobs import gang_fault
 from colossal_lite.many.policies import POLICIES
+from colossal_lite.many.task_room import room_fault
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
 Build = nn.Module | Callable[[], nn.Module]
@@ -141,6 +142,9 @@ def _of_task(task: Task, shared: Mapping[str, Any], devices: int) -> Iterator[st
         config.check_world(task.devices)
     except ValueError as error:
         yield str(error).replace("\n", "\n    ")
+        return
+    if callable(task.build) and (fault := room_fault(task.build, config)):
+        yield fault
 
 
 def fingerprint(tasks: Sequence[Task], shared: Mapping[str, Any]) -> dict[str, str]:

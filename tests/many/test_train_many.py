@@ -21,12 +21,14 @@ import pytest
 import torch
 
 import colossal_lite as cl
+from colossal_lite.config.config import Config
 from colossal_lite.launcher import env as launcher_env
 from colossal_lite.launcher.start import launch_gang, serve_gangs
 from colossal_lite.many import coordinator
 from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, Candidate, Choose
 from colossal_lite.many.task import check, fingerprint
+from colossal_lite.many.task_room import state_bytes
 from colossal_lite.many.trainer import train
 from colossal_lite.many.worker import Order, Worker, saved_step
 from tests.many import tasks as own
@@ -397,6 +399,45 @@ def test_everything_that_is_wrong_is_refused_at_once() -> None:
         assert words in str(told.value), words
     with pytest.raises(ValueError, match="there is none"):
         check([], CONFIG, "link", None, None, 1)
+
+
+def wide() -> cl.models.GPT:
+    return cl.models.GPT(replace(own.SHAPE, layers=2, width=256))
+
+
+def huge() -> cl.models.GPT:
+    """About 1.5 T parameters, on meta."""
+    return cl.models.GPT(cl.models.GPTConfig(vocabulary=64, layers=2, heads=1, width=250_000, sequence=8))
+
+
+def test_a_task_larger_than_host_and_disk_is_refused_with_its_bytes(tmp_path: Path) -> None:
+    away = dict(zero=dict(stage=3), memory=dict(placement="disk", disk_dir=str(tmp_path)))
+    for config, words in ((dict(), "the host has"), (away, f"are free in {tmp_path}")):
+        with pytest.raises(
+            ValueError, match=r"task 'huge': weights and optimizer state take [\d.,]+ GiB"
+        ) as told:
+            check([task("a"), task("huge", build=huge, config=config)], CONFIG, "link", None, None, 1)
+        assert words in str(told.value) and "task 'a'" not in str(told.value)
+    raises = task("raises", build=own.raises)
+    check([raises], CONFIG, "link", None, None, 1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(), dict(optimizer=dict(type="sgd", momentum=0.9)), dict(precision="bf16"),
+        dict(precision="bf16", optimizer=dict(type="adamw", moments="bf16")),
+        dict(precision=dict(dtype="bf16", master="split")),
+    ],
+)  # fmt: skip
+def test_the_least_bytes_of_a_task_are_those_that_its_engine_holds(settings: dict[str, Any]) -> None:
+    with cl.launch(CONFIG | settings, rank=0, world_size=1) as context:
+        engine = cl.initialize(wide, context=context)
+        engine.train_step(tuple(torch.stack(part) for part in zip(*TRAIN[:4], strict=True)))
+        held = {row.kind: row.now_bytes for row in engine.memory_report()}
+    weights, records = state_bytes(wide(), Config.load(CONFIG | settings))
+    assert weights <= held["weights"] <= 1.01 * weights
+    assert records <= held.get("masters", 0) + held["optimizer"] <= 1.01 * records
 
 
 def refused(env: RankEnv, folder: Path) -> list[str]:
