@@ -16,7 +16,7 @@ from colossal_lite.config.config import Config
 from colossal_lite.many.build_timetable import QUANTA
 from colossal_lite.many.jobs import gang_fault
 from colossal_lite.many.policies import POLICIES
-from colossal_lite.many.task_room import room_fault
+from colossal_lite.planner.host_room import room_fault
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
 Build = nn.Module | Callable[[], nn.Module]

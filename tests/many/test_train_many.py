@@ -28,9 +28,9 @@ from colossal_lite.many import coordinator
 from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, Candidate, Choose
 from colossal_lite.many.task import check, fingerprint
-from colossal_lite.many.task_room import state_bytes
 from colossal_lite.many.trainer import train
 from colossal_lite.many.worker import Order, Worker, saved_step
+from colossal_lite.planner.host_room import state_bytes
 from tests.many import tasks as own
 from tests.many.tasks import CONFIG, TRAIN, Dying, Raising, task
 from tests.shared.pool import RankEnv, WorldError, run_world
