@@ -79,7 +79,7 @@ class TaskState:
     base: str | None = None
     """The name of its frozen weights, if it states one."""
     has_stages: bool = False
-    """Whether it can take turns with another task."""
+    """Whether it may take turns with another task: not if it had no room beside one."""
 
 
 class Journal:
@@ -411,6 +411,7 @@ class Coordinator:
         elif failed and not full:
             self._leave(state, "failed", failed[0]["cause"])
         elif others := [s for s in self.states.values() if not set(s.at).isdisjoint(request.devices)]:
+            state.has_stages = False
             for other in others:
                 self._park_for(other, state)
         else:

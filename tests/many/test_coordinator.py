@@ -234,8 +234,10 @@ def test_where_a_device_is_full_its_other_tasks_are_parked_and_alone_it_is_the_e
     asks.hear(0, ran)
     asks.assign()
     assert [each[1:] for each in sent] == [("run", "a"), ("run", "b")]
+    asks.states["b"].has_stages = True
     asks.hear(0, full)
     assert [each[1:] for each in sent[2:]] == [("drop", "b"), ("park", "a")]
+    assert not asks.states["b"].has_stages, "it takes no turns beside another again"
     asks.hear(0, {"said": "dropped", "task": "b"})
     asks.hear(0, {"said": "parked", "task": "a", "step": 3, "end_s": 0.0})
     assert [each[1:] for each in sent[4:]] == [("run", "b")]
