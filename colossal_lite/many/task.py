@@ -140,11 +140,10 @@ def _of_task(task: Task, shared: Mapping[str, Any], devices: int) -> Iterator[st
         config = Config.load(task.settings(shared))
         config.check_built()
         config.check_world(task.devices)
+        if callable(task.build) and (fault := room_fault(task.build, config)):
+            yield fault
     except ValueError as error:
         yield str(error).replace("\n", "\n    ")
-        return
-    if callable(task.build) and (fault := room_fault(task.build, config)):
-        yield fault
 
 
 def fingerprint(tasks: Sequence[Task], shared: Mapping[str, Any]) -> dict[str, str]:

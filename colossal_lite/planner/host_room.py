@@ -24,17 +24,16 @@ from colossal_lite.observe.tables import size
 
 
 def room_fault(build: nn.Module | Callable[[], nn.Module], config: Config) -> str:
-    """Why the host has no room for the model state of a task; "" if it has, or if that is not known."""
+    """Why the host has no room for the model state of a task; "" if it has, or if that is not known. Raises ValueError
+    for a group of the optimizer that matches no parameter."""
     memory, has_gpu = config.memory, torch.cuda.is_available()
     if has_gpu and memory.placement not in ("host", "disk"):
         return ""
     try:
         model = build if isinstance(build, nn.Module) else on_meta(build)
-        needed = sum(state_bytes(model, config, counts_weights=not has_gpu or config.zero.stage == 3))
-    except (
-        Exception
-    ):  # whatever the user's function raises: its worker tells it, as the end of this task alone
+    except Exception:  # the user's function raises: its worker tells it, as the end of this task alone
         return ""
+    needed = sum(state_bytes(model, config, counts_weights=not has_gpu or config.zero.stage == 3))
     host_bytes, disk_bytes = physical_bytes(), 0
     if memory.disk_dir is not None and os.path.isdir(memory.disk_dir):
         disk_bytes = shutil.disk_usage(memory.disk_dir).free
