@@ -423,8 +423,9 @@ class Engine:
         return self.mesh.ledger
 
     def close(self) -> None:
-        """Remove the hooks from the model; its parameters keep their values. Waits for a save in flight.  With a store,
-        all state is in it afterwards, for the next engine of the task."""
+        """Remove the hooks from the model; its parameters keep their values. Waits for a save in flight.  At
+        `zero.stage=3`, weights that rest on the host are whole there. With a store, all state is in it afterwards, for
+        the next engine of the task."""
         self.is_closed = True
         self.context.models.discard(self.model)
         self._state.close_checkpoints()

@@ -43,7 +43,7 @@ from colossal_lite.memory.gradient_squares import block_squares_of
 from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkSpec, Entry
-from colossal_lite.memory.pinned import zeros_on
+from colossal_lite.memory.pinned import make_pages, zeros_on
 from colossal_lite.memory.task_records import GRADIENTS, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import GradientOffloadBuffer, copied_to, to_device
 from colossal_lite.memory.vector_gradients import VectorGradients, add_gradient
@@ -145,6 +145,8 @@ class Chunk(LocalShard, WeightChunk):
         self.residual: Tensor | None = None
         if types.split:
             self.residual = zeros_on(begins, length * 17 // 16, torch.int16)
+        if is_apart and begins.type != self.device.type:
+            make_pages(self.master_words)
 
     def _make_gradient(self, device: torch.device, *, can_rest: bool) -> None:
         """Allocate the sum and begin a step without gradients. `can_rest`: the sum may be on the host, if it is of

@@ -30,6 +30,8 @@ def give_back_freed() -> None:
 
 
 LAZY_BYTES = 1 << 20
+HUGE_BYTES = 32 << 20
+"""From so many bytes on, large pages of the system are asked for: the host's updates read gigabytes in turn."""
 
 
 def zeros_on(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
@@ -39,7 +41,7 @@ def zeros_on(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
     size_bytes = numel * dtype.itemsize
     if device.type != "cpu" or size_bytes < LAZY_BYTES or torch._C._len_torch_dispatch_stack():
         return torch.zeros(numel, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)
+    return mapped(size_bytes).view(dtype)
 
 
 def host_room(numel: int, dtype: torch.dtype, beside: torch.device) -> Tensor:
@@ -56,11 +58,20 @@ def host_pages(size_bytes: int, beside: torch.device) -> Tensor:
 
 
 def pages(size_bytes: int, device: torch.device) -> Tensor:
-    """Zeros uint8 [size_bytes] that begin on a page; no other tensor is on its last page."""
-    whole = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-    room = torch.zeros(whole + PAGE_BYTES, dtype=torch.uint8, device=device)
-    start = 0 if room.is_meta else -room.data_ptr() % PAGE_BYTES
-    return room[start : start + size_bytes]
+    """Zeros uint8 [size_bytes] that begin on a page; no other tensor is on its last page. The storage begins there too:
+    torch asks for its first byte when it decides whether memory is pinned."""
+    if device.type != "cpu" or not size_bytes:
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    return mapped(-(-size_bytes // PAGE_BYTES) * PAGE_BYTES)[:size_bytes]
+
+
+def mapped(size_bytes: int) -> Tensor:
+    """Zeros uint8 [size_bytes] in pages of the system, large ones where it has them."""
+    memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size_bytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def locked(room: Tensor, runtime: Any, beside: torch.device) -> Tensor:
@@ -79,9 +90,17 @@ def locked(room: Tensor, runtime: Any, beside: torch.device) -> Tensor:
     return torch.zeros(room.numel(), dtype=torch.uint8, pin_memory=True)
 
 
+def make_pages(room: Tensor) -> None:
+    """Let all cores make the pages of host memory that is contiguous: a first copy, or CUDA, makes them one by one."""
+    room.view(torch.uint8).view(-1)[::PAGE_BYTES].add_(0)
+
+
 def lock(room: Tensor, runtime: Any) -> int:
     """Lock the pages of `room` with CUDA's `runtime` until its storage is freed. Returns the error, 0 for none."""
     start, whole = room.data_ptr(), -(-room.nbytes // PAGE_BYTES) * PAGE_BYTES
+    room.view(torch.uint8).view(-1)[::PAGE_BYTES].add_(
+        0
+    )  # all cores make the pages; CUDA would make them one by one
     error = int(runtime.cudaHostRegister(start, whole, 0))
     if error == 0:
         weakref.finalize(room.untyped_storage(), runtime.cudaHostUnregister, start).atexit = False

@@ -26,7 +26,7 @@ from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
 from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
-from colossal_lite.memory.transfers import copied_to
+from colossal_lite.memory.transfers import copied_to, to_host
 from colossal_lite.numerics.precision import ChunkTypes
 
 Values = Callable[[str, int, int], Tensor]
@@ -330,8 +330,13 @@ class WeightChunk:
         self.move_weights(WeightState.WHOLE)
 
     def keep(self) -> None:
-        """Make gathered weights permanent: the run is over."""
+        """Make gathered weights permanent: the run is over. Those that rest on the host stay there: all of them may be
+        more than the device holds."""
         self.is_sharded = False
+        assert self._value is not None
+        if self.weights_at_rest is not None and self.weights_at_rest.device != self._value.device:
+            self._value = to_host(self._value)
+            self._show()
 
     def saved(self, tensor: Tensor) -> SavedView | None:
         """The offset of `tensor` in the weights, or None if it is not a view of them."""

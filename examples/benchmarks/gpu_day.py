@@ -1,6 +1,6 @@
 """Runs the first day on a GPU: smoke of every mode, kernel tests, steps, kernels and offload, each within its minutes.
 
-    PYTHONPATH=. python examples/benchmarks/gpu_day.py --part 1 --minutes 9 --out day      (then --part 2 to 5)
+    PYTHONPATH=. python examples/benchmarks/gpu_day.py --part 1 --minutes 9 --out day      (then --part 2 to 6)
     PYTHONPATH=. python examples/benchmarks/gpu_day.py --dry-run --out day                 (any machine: tiny sizes)
 
     1  smoke     every mode trains, evaluates, saves and loads on one device (benchmarks/smoke.py): waits told
@@ -8,6 +8,7 @@
     3  step      a whole step beside eager and compiled PyTorch (benchmarks/gpu_step.py)
     4  kernels   every kernel beside its peers (benchmarks/gpu_kernels.py)
     5  offload   state on the host (benchmarks/gpu_offload.py)
+    6  larger    6 B in 11 GiB, and eight adapters over one base of 6.7 B (gpu_offload.py, many_models.py)
 
 Needed are torch and triton, the pure Python wheels of pytest for part 2, and for parts 1, 3 and 5 what docs/gpu-day.md
 names.  `--minutes` are those of each part.  OUT/part1.json is rewritten after each row, so a part that is cut short is
@@ -171,7 +172,9 @@ def kill(running: subprocess.Popen[str]) -> None:
 def smoke(part: Part) -> None:
     """Each process trains one mode after another."""
     tiny = ["--tiny"] * part.tiny
-    command = [sys.executable, str(HERE / "smoke.py"), *tiny]
+    jobs = 1 if part.tiny else 4
+    threads = max(1, (os.cpu_count() or 1) // jobs)  # else each takes all cores for the run in float64
+    command = ["env", f"OMP_NUM_THREADS={threads}", sys.executable, str(HERE / "smoke.py"), *tiny]
     try:
         names = importlib.import_module("smoke").modes(tiny=part.tiny)
     except ImportError as error:
@@ -180,7 +183,6 @@ def smoke(part: Part) -> None:
     def read(text: str) -> Row | None:
         return Row(**json.loads(text.removeprefix(MARK))) if text.startswith(MARK) else None
 
-    jobs = 1 if part.tiny else 4
     in_processes(part, names, jobs, lambda names: [*command, *names], read)
 
 
@@ -278,12 +280,42 @@ def offload(part: Part) -> None:
     benchmark(part, "gpu_offload.py", tiny if part.tiny else ["--seconds", f"{part.left_s - 15:.0f}"], row_of)
 
 
+def larger(part: Part) -> None:
+    """Models larger than what torch may allocate: one by stages, and adapters through one loaded base."""
+
+    def row_of(told: dict[str, Any]) -> Row:
+        shown = (
+            "step_ms",
+            "over_busiest",
+            "tokens_per_s",
+            "device_gib",
+            "host_gib",
+            "up_gib",
+            "down_gib",
+            "waited_ms",
+        )
+        numbers = {name: told[name] for name in shown} | {"lanes": told["lanes"]}
+        name = f"{told['model']} {told['side']}"
+        return Row(name, "left out" if told["note"] else "ok", told["note"], {} if told["note"] else numbers)
+
+    def adapters(told: dict[str, Any]) -> Row:
+        return Row(
+            "adapters", "ok", numbers={name: told[name] for name in ("billions", "all_s", "one_s", "gain")}
+        )
+
+    size = ["--tiny"] if part.tiny else ["--models", "6B in 11GiB", "--seconds", f"{part.left_s - 15:.0f}"]
+    stages = ["--sides", "ours stages", "--warm", "1", "--steps", "2"]
+    benchmark(part, "gpu_offload.py", [*size, *stages], row_of)
+    benchmark(part, "many_models.py", ["adapters", *["--tiny"] * part.tiny], adapters)
+
+
 PARTS: dict[int, tuple[str, Callable[[Part], None]]] = {
     1: ("smoke", smoke),
     2: ("kernel tests", kernel_tests),
     3: ("step", step),
     4: ("kernels", kernels),
     5: ("offload", offload),
+    6: ("larger", larger),
 }
 
 

@@ -4,6 +4,7 @@
     PYTHONPATH=. python examples/benchmarks/gpu_offload.py --tiny                  (any machine: a tiny model)
     PYTHONPATH=. python examples/benchmarks/gpu_offload.py --models 13B --sides "ours host" --steps 1
     PYTHONPATH=. python examples/benchmarks/gpu_offload.py --models 6.7B       (updates on both sides, beside all peers)
+    PYTHONPATH=. python examples/benchmarks/gpu_offload.py --models "6B in 11GiB" --sides "ours stages" --steps 2
 
 Every side trains the same GPT from the same values on the same tokens: bf16 beside float32 masters, AdamW, clipping at
 1.0, every block recomputed, one process.  FSDP2 gets torch's fused AdamW on the CPU, its best.  Each row has a process
@@ -44,12 +45,20 @@ from torch.utils.checkpoint import checkpoint
 
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.observe.clock import Mark, host_seconds, mark
+from colossal_lite.schedule.plan import COMPUTE_KINDS
 
 ADAMW = dict(lr=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 CLIP = 1.0
 STATE_BYTES = 18
 """A parameter's on the device if all stays there: bf16 weight, float32 gradient, master and two moments."""
-ON_HOST_BYTES = {"device": 0, "ours host": 12, "ours split": 11, "ours auto": 18, "FSDP2 offload": 16}
+ON_HOST_BYTES = {
+    "device": 0,
+    "ours host": 12,
+    "ours split": 11,
+    "ours auto": 18,
+    "ours stages": 18,
+    "FSDP2 offload": 16,
+}
 """A parameter's on the host at the most; of other sides as much as of `ours host`, or, of DeepSpeed, of `ours auto`."""
 MARK = "ROW "
 ALONE = ("RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=29511")
@@ -58,11 +67,14 @@ ALONE = ("RANK=0", "LOCAL_RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", "MAS
 
 @dataclass(frozen=True)
 class Work:
-    """A model, its batch, and the budget of `ours auto`."""
+    """A model, its batch, and the budget of `ours auto`. `stages`, a visit of each for all samples: of `ours stages`.
+    `cap_gib`: what torch may allocate on the device."""
 
     model: GPTConfig
     batch: int
     budget: str
+    stages: int = 8
+    cap_gib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,8 @@ class Row:
     model: str
     side: str
     params: int = 0
+    ready_s: float = 0.0
+    """From the configuration to the first step."""
     step_ms: float = 0.0
     least_ms: float = 0.0
     forward_ms: float = 0.0
@@ -84,6 +98,8 @@ class Row:
     up_gib: float = 0.0
     down_gib: float = 0.0
     waited_ms: float = 0.0
+    over_busiest: float = 0.0
+    """The last step over its busiest lane, the compute of stages among them; 0: not known."""
     lanes: str = ""
     """Of the last step: seconds that each lane worked over those of the step, GB/s, and predicted seconds."""
     loss: float = float("nan")
@@ -91,17 +107,20 @@ class Row:
     note: str = ""
 
 
-def gpt(layers: int, heads: int, width: int) -> GPTConfig:
-    return GPTConfig(vocabulary=50304, layers=layers, heads=heads, width=width, sequence=4096)
+def gpt(layers: int, heads: int, width: int, *, tied: bool = True) -> GPTConfig:
+    return GPTConfig(vocabulary=50304, layers=layers, heads=heads, width=width, sequence=4096, tied=tied)
 
 
 WORKS: dict[str, Work] = {
     "1.3B": Work(gpt(24, 16, 2048), 1, "14GiB"),
     "2.7B": Work(gpt(32, 20, 2560), 1, "24GiB"),
     "6.7B": Work(gpt(32, 32, 4096), 1, "40GiB"),
+    "6B in 11GiB": Work(gpt(28, 32, 4096, tied=False), 4, "11GiB", 28, 11.0),
     "13B": Work(gpt(40, 40, 5120), 1, "70GiB"),
     "18B": Work(gpt(56, 40, 5120), 1, "70GiB"),
-    "tiny": Work(GPTConfig(vocabulary=64, layers=2, heads=2, width=32, sequence=16), 2, "1GiB"),
+    "tiny": Work(
+        GPTConfig(vocabulary=64, layers=2, heads=2, width=32, sequence=16, tied=False), 2, "1GiB", 2
+    ),
 }
 
 
@@ -115,6 +134,8 @@ class Side:
     links: Callable[[], tuple[float, float, float]] = lambda: (0.0, 0.0, 0.0)
     lanes: Callable[[float], str] = lambda step_s: ""
     """In words, of a step of so many seconds."""
+    busiest_s: Callable[[], float] = lambda: 0.0
+    """Of the last step, the seconds of the lane that worked most; 0: not known."""
     device_bytes: Callable[[], int] = lambda: 0
     """Where there is no allocator to ask: of the emulated device."""
 
@@ -141,7 +162,9 @@ def ours(work: Work, device: str, stack: ExitStack, *, memory: Mapping[str, Any]
         activation_checkpoint="full", memory=dict(memory),
     )  # fmt: skip
     context = stack.enter_context(cl.launch(config | more))
-    engine = cl.initialize(built(work.model, device), context=context)
+    # the model itself is larger than some caps
+    model = partial(GPT, work.model) if work.cap_gib else built(work.model, device)
+    engine = cl.initialize(model, context=context)
     stack.callback(engine.close)
 
     def links() -> tuple[float, float, float]:
@@ -162,6 +185,13 @@ def ours(work: Work, device: str, stack: ExitStack, *, memory: Mapping[str, Any]
         ]
         return ", ".join(parts)
 
+    def busiest_s() -> float:
+        if "parallel" not in more:
+            return 0.0
+        spans = engine.schedule_report().measured.spans
+        computes_s = sum(span.end_s - span.start_s for span in spans if span.action.kind in COMPUTE_KINDS)
+        return max(computes_s, *(row.busy_s for row in engine.link_report()))
+
     ended = list[Callable[[], None]]()
     engine.model.head.register_forward_hook(lambda *_: ended.pop()() if ended else None)
 
@@ -172,7 +202,7 @@ def ours(work: Work, device: str, stack: ExitStack, *, memory: Mapping[str, Any]
         engine.step()
         return loss
 
-    return Side(step, links, lanes, held)
+    return Side(step, links, lanes, busiest_s, held)
 
 
 def fsdp2(work: Work, device: str, stack: ExitStack) -> Side:
@@ -259,6 +289,16 @@ def static(share: float) -> Callable[..., Side]:
     return partial(ours, memory=dict(placement="static", host_fraction=dict(optimizer=share)))
 
 
+def stages(work: Work, device: str, stack: ExitStack) -> Side:
+    """Each stage is loaded once a pass, for all samples, and nothing rests on the device."""
+    pipeline = dict(size=1, schedule="bfs", stages_per_rank=work.stages, micro_batches=work.batch)
+    rest = dict.fromkeys(("weights", "gradients", "optimizer"), 1.0)
+    return ours(
+        work, device, stack, memory=dict(placement="static", host_fraction=rest, update_on="host"),
+        parallel=dict(pipeline=pipeline), zero=dict(stage=3),
+    )  # fmt: skip
+
+
 SIDES: dict[str, Callable[..., Side]] = {
     "device": partial(ours, memory=dict(placement="device")),
     "ours host": partial(ours, memory=dict(placement="host")),
@@ -266,6 +306,7 @@ SIDES: dict[str, Callable[..., Side]] = {
     "ours auto": lambda work, *where: ours(
         work, *where, memory=dict(placement="auto", device_budget=work.budget), zero=dict(stage=3)
     ),
+    "ours stages": stages,
     "ours static 0.25": static(0.25),
     "ours static 0.5": static(0.5),
     "ours static 0.75": static(0.75),
@@ -290,6 +331,8 @@ def measured(name: str, side: str, work: Work, device: str, warm: int, steps: in
     """One row, in this process. A side that cannot run is a row that says why."""
     params, before = count(work.model), resident_bytes()
     held = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
+    if held is not None and work.cap_gib is not None:
+        torch.cuda.set_per_process_memory_fraction(work.cap_gib * 2**30 / held)
     if side == "device" and held is not None and STATE_BYTES * params > held:
         return Row(name, side, params, note=f"{STATE_BYTES} bytes a parameter are more than the device has")
     streams = 16 if side.startswith("ours updates") else 12  # gradients too
@@ -298,7 +341,9 @@ def measured(name: str, side: str, work: Work, device: str, warm: int, steps: in
         return Row(name, side, params, note=f"{on_host} bytes a parameter are more than the host has")
     with ExitStack() as stack:
         try:
+            begun_s = time.monotonic()
             trains = SIDES[side](work, device, stack)
+            ready_s = time.monotonic() - begun_s
             times, loss = timed(trains, work, device, warm, steps)
         except ImportError as error:
             return Row(name, side, params, note=f"absent: {error}"[:400])
@@ -306,6 +351,7 @@ def measured(name: str, side: str, work: Work, device: str, warm: int, steps: in
             return Row(name, side, params, note=f"{type(error).__name__}: {error}"[:400])
         on_device = torch.cuda.max_memory_allocated() if device == "cuda" else trains.device_bytes()
         up, down, waited_s = trains.links()
+        busiest_s = trains.busiest_s()
         grown = max(0, resident_bytes() - before)
         largest = 0.0
         if held is not None:  # processes that are not apart have peaks of each other
@@ -313,11 +359,11 @@ def measured(name: str, side: str, work: Work, device: str, warm: int, steps: in
         whole, gib = [sum(parts) for parts in times], 2**30
         step_s = statistics.median(whole)
         return Row(
-            name, side, params, step_s * 1e3, min(whole) * 1e3,
+            name, side, params, ready_s, step_s * 1e3, min(whole) * 1e3,
             *(statistics.median(each) * 1e3 for each in zip(*times, strict=True)),
             work.batch * work.model.sequence / step_s,
             on_device / gib, resident_bytes() / gib, up / gib, down / gib, waited_s * 1e3,
-            trains.lanes(whole[-1]), loss,
+            whole[-1] / busiest_s if busiest_s else 0.0, trains.lanes(whole[-1]), loss,
             largest,
         )  # fmt: skip
 
@@ -435,11 +481,13 @@ def line(row: Row) -> str:
     if row.note:
         return f"{row.model:5} {row.side:17} {row.note}"
     return (
-        f"{row.model:5} {row.side:17} {row.step_ms:9.1f} ms (least {row.least_ms:.1f}): forward {row.forward_ms:.1f}, "
+        f"{row.model:5} {row.side:17} ready in {row.ready_s:.1f} s  {row.step_ms:9.1f} ms (least {row.least_ms:.1f}): "
+        f"forward {row.forward_ms:.1f}, "
         f"backward {row.backward_ms:.1f}, update {row.update_ms:.1f}  "
         f"{row.tokens_per_s:8.0f} tokens/s  device {row.device_gib:6.2f} GiB  host {row.host_gib:6.2f} GiB  "
         f"up {row.up_gib:.2f} down {row.down_gib:.2f} GiB  waited {row.waited_ms:.1f} ms  loss {row.loss:.4f}  "
         f"busy: {row.lanes or 'not known'}  "
+        f"{f'step over the busiest {row.over_busiest:.2f}  ' if row.over_busiest else ''}"
         f"largest {row.largest_b:.1f} B"
     )
 

@@ -4,28 +4,34 @@
     python examples/benchmarks/many_models.py emulated     eight processes that sleep for each step, half a minute
     python examples/benchmarks/many_models.py stages       two GPTs on one device behind an emulated link, two minutes
     python examples/benchmarks/many_models.py real         small GPTs in two processes, some minutes
+    python examples/benchmarks/many_models.py adapters     eight adapters over 6.7 B on one GPU; --tiny: any machine
 
 Hydra's last public version does not start, so its rules are simulated. They are Sharded-LRTF by visits, one
 micro-batch a visit, and no load beside the compute. `emulated` and `real` run the coordinator and the workers of
-`train_many`. In `real` the rounds of the policies alternate.
+`train_many`. In `real` the rounds of the policies alternate. `adapters` trains all of them through one loaded base, and
+one of them by itself. On a GPU torch may allocate 11 GiB.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import colossal_lite as cl
+from colossal_lite.engine.turn_taking import take_turns
 from colossal_lite.launcher.start import launch_gang
 from colossal_lite.many import coordinator, worker
 from colossal_lite.many.build_timetable import QUANTA, Quantum, timetable
@@ -34,6 +40,7 @@ from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, PolicyName
 from colossal_lite.many.timetable import simulate
 from colossal_lite.many.trainer import Leader
+from colossal_lite.many.turnstile import Turnstile
 from colossal_lite.many.worker import Order, folder_of
 from colossal_lite.observe.tables import table
 
@@ -43,6 +50,12 @@ CONFIG: dict[str, Any] = dict(precision="fp32", backend="gloo", seed=0)
 SHAPE = cl.models.GPTConfig(vocabulary=256, layers=4, heads=4, width=128, sequence=64)
 REAL_STEPS = 160
 LINK_BYTES_S, STAGED_STEPS = 100_000_000, 20
+BASE = cl.models.GPTConfig(
+    vocabulary=32000, layers=32, heads=32, width=4096, sequence=1024, position="rotary", norm="rms", tied=False,
+    bias=False,
+)  # fmt: skip
+TINY_BASE = replace(BASE, vocabulary=64, layers=4, heads=2, width=32, sequence=16)
+ADAPTERS, RANK, ADAPTER_STEPS, CAP_BYTES = 8, 8, 5, 11 * 2**30
 
 
 def main() -> None:
@@ -50,9 +63,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "how", nargs="?", choices=["simulated", "emulated", "stages", "real"], default="simulated"
+        "how", nargs="?", choices=["simulated", "emulated", "stages", "real", "adapters"], default="simulated"
     )
     parser.add_argument("--rounds", type=int, default=3, help="of each policy, for real")
+    parser.add_argument("--tiny", action="store_true", help="adapters over a tiny base")
+    parser.add_argument("--layers", type=int, default=32, help="of the base of the adapters; 32: 6.7 B")
+    parser.add_argument("--out", type=Path, help="where the adapters' JSON goes")
     given = parser.parse_args()
     how = given.how
     if how == "simulated":
@@ -63,6 +79,8 @@ def main() -> None:
         emulated()
     elif how == "stages":
         stages(given.rounds)
+    elif how == "adapters":
+        adapters(TINY_BASE if given.tiny else replace(BASE, layers=given.layers), given.out)
     else:
         real(given.rounds)
 
@@ -265,6 +283,90 @@ def real(rounds: int) -> None:
             f"{count} tasks on 2 devices: one task a device {fifo_s:.1f} s, link {link_s:.1f} s; "
             f"{statistics.median(gains):.2f}x, ideal {ideal:.2f}x ({', '.join(f'{gain:.2f}' for gain in gains)})"
         )
+
+
+# --------------------------------------------------------------------------------------------------- adapters
+
+
+class LowRank(nn.Module):
+    """base(x) + up(down(x)) of a frozen linear (arXiv 2106.09685)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, RANK, bias=False)
+        self.up = nn.Linear(RANK, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+def adapted(shape: cl.models.GPTConfig) -> nn.Module:
+    """A frozen GPT with an adapter on what leaves the attention of each block."""
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(
+            CAP_BYTES / torch.cuda.get_device_properties(0).total_memory
+        )
+    model = cl.models.GPT(shape).requires_grad_(False)
+    for block in model.blocks:
+        attention: Any = block.get_submodule("attention")
+        attention.out = LowRank(attention.out)
+    return model
+
+
+def adapters(shape: cl.models.GPTConfig, out: Path | None) -> None:
+    """A step of each adapter, all through one loaded base as a worker runs them, and a step of one by itself."""
+    one_s, all_s = abreast_s(shape, 1), abreast_s(shape, ADAPTERS)
+    with torch.device("meta"):
+        billions = sum(p.numel() for p in cl.models.GPT(shape).parameters()) / 1e9
+    gain = ADAPTERS * one_s / all_s
+    print(
+        f"{ADAPTERS} adapters over {billions:.2g} B, {shape.sequence} tokens a step: {all_s:.2f} s for a step of each, "
+        f"one by itself {one_s:.2f} s; {gain:.2f}x one after another"
+    )
+    if out is not None:
+        row = dict(name="adapters", billions=billions, all_s=all_s, one_s=one_s, gain=gain)
+        out.write_text(json.dumps({"rows": [row]}))
+
+
+def abreast_s(shape: cl.models.GPTConfig, count: int) -> float:
+    """Seconds for a step of each of so many adapters, after a first one."""
+    rest = dict.fromkeys(("weights", "gradients", "optimizer"), 1.0)
+    config: dict[str, Any] = dict(
+        precision="bf16" if torch.cuda.is_available() else "fp32", seed=1, zero=dict(stage=3),
+        activation_checkpoint="full",
+        parallel=dict(pipeline=dict(size=1, schedule="bfs", stages_per_rank=shape.layers // 2, micro_batches=1)),
+        memory=dict(placement="static", host_fraction=rest, update_on="host", shared_base="base"),
+    )  # fmt: skip
+    store, turnstile = cl.HostStore(parks=False), Turnstile[float]()
+    tokens = torch.randint(
+        shape.vocabulary, (1, shape.sequence + 1), generator=torch.Generator().manual_seed(0)
+    )
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    with ExitStack() as stack:
+        engines = []
+        for n in range(count):
+            rate = dict(optimizer=dict(type="adamw", lr=1e-4 * (n + 1)))
+            context = stack.enter_context(cl.launch(config | rate, rank=0, world_size=1))
+            engine = cl.initialize(partial(adapted, shape), context=context, store=store, task=f"a{n}")
+            stack.callback(engine.close)
+            take_turns(engine, partial(turnstile.turn, n) if count > 1 else None)
+            engines.append(engine)
+
+        def trained(engine: cl.Engine, steps: int) -> float:
+            return [float(engine.train_step(batch).loss) for _ in range(steps)][-1]
+
+        def together(steps: int) -> None:
+            for told in turnstile.run([partial(trained, engine, steps) for engine in engines]):
+                if isinstance(told, BaseException):
+                    raise told
+
+        together(1)
+        begun_s = time.perf_counter()
+        together(ADAPTER_STEPS)
+        return (time.perf_counter() - begun_s) / ADAPTER_STEPS
 
 
 if __name__ == "__main__":

@@ -79,8 +79,8 @@ def day(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("day")
     done = ran("gpu_day.py", "--dry-run", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[:2] for line in done.stdout.splitlines()[-6:-1]] == [
-        ["1", "smoke"], ["2", "kernel"], ["3", "step"], ["4", "kernels"], ["5", "offload"]
+    assert [line.split()[:2] for line in done.stdout.splitlines()[-7:-1]] == [
+        ["1", "smoke"], ["2", "kernel"], ["3", "step"], ["4", "kernels"], ["5", "offload"], ["6", "larger"]
     ]  # fmt: skip
     return out
 
@@ -89,6 +89,7 @@ def test_every_part_of_a_gpu_day_runs_on_a_cpu(day: Path) -> None:
     for number, names in (
         (1, ["fp32 triton", "zero 3", "ring", "zb-v"]),
         (5, ["tiny device", "tiny ours host"]),
+        (6, ["tiny ours stages", "adapters"]),
     ):
         part = json.loads((day / f"part{number}.json").read_text())
         assert set(part["setting"]) == {"device", "torch", "triton", "python", "date"}

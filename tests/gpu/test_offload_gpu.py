@@ -25,7 +25,6 @@ from colossal_lite.memory.copy_streams import StreamExecutor, ended
 from colossal_lite.memory.link import Transfer
 from colossal_lite.memory.pinned import host_pages, host_room
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.zero import build_chunks as build
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device is visible", allow_module_level=True)
@@ -52,7 +51,7 @@ class Told:
 def config_of(memory: dict[str, Any], **more: Any) -> dict[str, Any]:
     return dict(
         precision="bf16", optimizer=dict(type="adamw", lr=1e-2, weight_decay=0.1), clip_grad_norm=0.1, seed=5,
-        kernels="triton", activation_checkpoint="full", memory=memory, timeout_s=120,
+        kernels="triton", activation_checkpoint="full", memory=dict(chunk_bytes=2**18) | memory, timeout_s=120,
     ) | more  # fmt: skip
 
 
@@ -63,7 +62,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def told(config: dict[str, Any], look: Callable[[Engine], object] = lambda engine: None) -> Told:
-    with cl.launch(config) as context, patch.object(build, "CHUNK_BYTES", 2**18):
+    with cl.launch(config) as context:
         engine = cl.initialize(lambda: GPT(MODEL), context=context)
         losses = []
         for number in range(STEPS):
@@ -73,6 +72,7 @@ def told(config: dict[str, Any], look: Callable[[Engine], object] = lambda engin
             losses.append(float(engine.train_step(batch(number)).loss))
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
+        assert len(engine._chunks) > 8, "copies of several chunks overlap"
         look(engine)
         moved = {row.link: row.moved_bytes for row in engine.link_report()}
         tiers = {(row.kind, row.tier): row.now_bytes for row in engine.memory_report()}
@@ -111,12 +111,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 STREAM_RUN, STREAM_NOW = StreamExecutor.run, StreamExecutor.now
 
 
-def _late_copies() -> AbstractContextManager[object]:
+def _late_copies(cycles: int = LATE_CYCLES) -> AbstractContextManager[object]:
     """Every copy begins long after it could."""
 
     def run(self: StreamExecutor, work: Callable[[], object], *more: Any) -> Any:
         def late() -> None:
-            torch.cuda._sleep(LATE_CYCLES)
+            torch.cuda._sleep(cycles)
             work()
 
         return STREAM_RUN(self, late, *more)
@@ -188,7 +188,8 @@ def test_a_run_within_a_budget_stays_within_it_and_has_the_bits_of_one_without(
         assert placement is not None and not placement.on_host
         free.extend((placement.device_bytes, sum(piece.bytes for piece in placement.pieces)))
 
-    whole = told(config_of(dict(placement="auto", device_budget="1TiB"), **more), note)
+    much = torch.cuda.mem_get_info()[0] // 2
+    whole = told(config_of(dict(placement="auto", device_budget=much), **more), note)
     assert_same(whole, truth(more))
     assert whole.peak_bytes <= free[0], "what the plan counts is no less than what there is"
     for share in (0.2, 0.5):
@@ -224,8 +225,9 @@ def test_the_host_goes_on_while_the_device_waits_for_a_copy_and_the_wait_is_coun
 
     link = Link("h2d", StreamExecutor(CUDA), timeout_s=60)
     source, target = host_room(2**22, torch.float32, CUDA).fill_(3.0), torch.zeros(2**22, device=CUDA)
+    torch.cuda._sleep(1)  # which is loaded now
     torch.cuda.synchronize()
-    with _late_copies():
+    with _late_copies(100 * LATE_CYCLES):
         transfer = link.copy(target, source)
     transfer.wait()
     total = target.sum()
@@ -235,6 +237,26 @@ def test_the_host_goes_on_while_the_device_waits_for_a_copy_and_the_wait_is_coun
     ended(behind, 60)
     assert link.waited_s > 1e-4 and link.moved_bytes == 2**24
     link.close()
+
+
+def test_a_closed_engine_leaves_weights_that_rest_on_the_host_there_and_the_device_empty(
+    truth: Callable[[dict[str, Any]], Told],
+) -> None:
+    config = config_of(dict(placement="static", host_fraction=ALL), zero=dict(stage=3))
+    with cl.launch(config) as context:
+        engine = cl.initialize(lambda: GPT(MODEL), context=context)
+        for number in range(STEPS):
+            engine.train_step(batch(number))
+        expected = truth(dict(zero=dict(stage=3))).weights
+        model, before = engine.model, torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        engine.close()
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        assert torch.cuda.max_memory_allocated() - before < weights / 4, "a few chunks at once"
+    for name, parameter in model.named_parameters():
+        assert parameter.device.type == "cpu" and torch.equal(
+            parameter.detach(), expected[name].to(parameter.dtype)
+        ), name
 
 
 def test_a_wait_that_is_forgotten_changes_the_bits(truth: Callable[[dict[str, Any]], Told]) -> None:
@@ -250,7 +272,7 @@ def test_a_checkpoint_from_the_host_loads_on_the_device(tmp_path: Path) -> None:
         engine.save(tmp_path)
 
     expected = told(config_of(dict(placement="host")), saved)
-    with cl.launch(config_of(dict(placement="device"))) as context, patch.object(build, "CHUNK_BYTES", 2**18):
+    with cl.launch(config_of(dict(placement="device"))) as context:
         engine = cl.initialize(lambda: GPT(MODEL), context=context)
         engine.load(tmp_path)
         weights, state = engine.full_state_dict(), engine.full_optimizer_state()
