@@ -13,9 +13,10 @@ all have requests in one order.  An answer of a gang is whole when each worker h
 A worker is in gangs of one size at a time: torch has one default group in a process.
 
 Note: the quantum.
-A device is asked again when it has made some steps of a task, about half a second.  With the quantum "stage" it trains
-two tasks at once that have stages: they take turns stage by stage, so that the loads of one are hidden by the other.
-The policy chooses both.  A task that the end of the run waits for trains by itself.
+A device is asked again when it has made some steps of a task, about half a second.  Until then it goes on, for at most
+as long again, but not to a step where something is decided, nor where a report may stop the task.  With the quantum
+"stage" it trains two tasks at once that have stages: they take turns stage by stage, so that the loads of one are
+hidden by the other.  The policy chooses both.  A task that the end of the run waits for trains by itself.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from colossal_lite.many.worker import Message, saved_step
 
 QUANTUM_S = 0.5
 """How long a device trains a task before it is asked again; at least a step."""
+LAST_QUANTA = 16
+"""Quanta in the least time that is left: towards the end they are shorter, so that all devices end together."""
 HANGS_S = 30.0
 """When a worker of a gang is lost, the others have so long to notice it. Then they are ended."""
 MOST_DEATHS = 3
@@ -72,6 +75,10 @@ class TaskState:
     """The devices that train it now, or wait for it."""
     awaits: set[str] = field(default_factory=set)
     """Tasks that are parked before it runs."""
+    reach: int = 0
+    """The step that its worker may have come to without having told."""
+    fell_at: int = 0
+    """The step that it may have been at when its process died."""
     meetings: int = 0
     """How often its engine was opened."""
     deaths: int = 0
@@ -262,7 +269,10 @@ class Coordinator:
             )
             each.meetings += not each.at
             place = {"world_size": len(each.busy_on), "port": self.port, "name": f"{name}/{each.meetings}"}
-            more = {"abreast": left} if each is state and left else {}
+            more: dict[str, Any] = {"abreast": left} if each is state and left else {}
+            each.reach = to
+            if len(group) == len(each.busy_on) == 1:
+                each.reach = more["on"] = self._goes_on_to(each, to)
             self._ask(
                 each.busy_on, "run", name, to=to, evaluates=self._evaluates(each, to), place=place, **more
             )
@@ -270,12 +280,21 @@ class Coordinator:
     def _group(self, state: TaskState) -> list[tuple[TaskState, int]]:
         """What a device does at once, the task that was chosen first: each with the step to come to."""
         if (most := self._most_abreast(state)) > 1:
-            to = self._step_after(state, QUANTUM_S / most)
+            to = self._step_after(state, self._quantum_s() / most)
             return [(each, to) for each in (state, *self._abreast(state, to)[: most - 1])]
         if (other := self._beside(state)) is None:
-            return [(state, self._step_after(state, QUANTUM_S))]
-        long_s = max(QUANTUM_S / 2, *(each.step_s or 0.0 for each in (state, other)))
+            return [(state, self._step_after(state, self._quantum_s()))]
+        long_s = max(self._quantum_s() / 2, *(each.step_s or 0.0 for each in (state, other)))
         return [(each, self._step_after(each, long_s)) for each in (state, other)]
+
+    def _quantum_s(self) -> float:
+        return min(QUANTUM_S, self._bound_s() / LAST_QUANTA)
+
+    def _goes_on_to(self, state: TaskState, to: int) -> int:
+        """The step to which a worker may go on after step `to`, until it is asked again."""
+        if self.on_report is not None or state.deaths or state.step_s is None or state.step_s > QUANTUM_S:
+            return to
+        return max(to, min(self._next_goal(state) - 1, 2 * to - state.step))
 
     def _step_after(self, state: TaskState, long_s: float) -> int:
         """The step to which a task comes in so long: at least the next one, at most its goal."""
@@ -375,6 +394,8 @@ class Coordinator:
 
     def hear(self, device: int, answer: Message) -> None:
         """Take what a worker has said."""
+        if (over := answer.pop("over", None)) is not None:
+            self._went_on(device, **over)
         if answer["said"] == "died":
             self._died(device, answer)
         elif answer["said"] != "ended":
@@ -382,6 +403,16 @@ class Coordinator:
             assert answer["task"] == request.task, "answers come in the order of requests"
             self._take(request, device, answer)
         self._decide_rungs()
+
+    def _went_on(
+        self, device: int, task: str, step: int, loss: float | None, run_s: float, ago_s: float, end_s: float
+    ) -> None:
+        """What a task has done after its answer."""
+        state = self.states[task]
+        self._span(device, "RUN", state, self._now_s - ago_s - run_s, run_s)
+        state.busy_s += run_s
+        if state.status == "open" and device in state.at:
+            state.step, state.loss = step, state.loss if loss is None else loss
 
     def _take(self, request: Request, device: int, answer: Message) -> None:
         """Note an answer; act when it is whole."""
@@ -407,7 +438,7 @@ class Coordinator:
             d for d, answer in request.answers.items() if answer["said"] == "died" and d not in request.killed
         ]
         if fell or (died and not failed and not full):
-            self._lost(state, request, died[0]["how"])
+            self._lost(state, request.devices, died[0]["how"])
         elif failed and not full:
             self._leave(state, "failed", failed[0]["cause"])
         elif others := [s for s in self.states.values() if not set(s.at).isdisjoint(request.devices)]:
@@ -452,6 +483,7 @@ class Coordinator:
             self._last[device] = state.task.name
         if steps > 0:
             state.step_s = run_s / steps
+        if answer["step"] > state.fell_at:
             state.deaths = 0
         state.busy_s += run_s
         state.step, state.busy_on = answer["step"], ()
@@ -485,17 +517,20 @@ class Coordinator:
     def _died(self, device: int, answer: Message) -> None:
         """A worker is lost, and with it what its tasks have done since their checkpoints."""
         lost, self.pending[device] = self.pending[device], []
-        for state in self.states.values():
+        for name, state in self.states.items():
             if device in state.at:
+                went_on = not lost and self._last[device] == name and state.reach > state.step
                 self._forget(state, tuple(other for other in state.at if other != device))
+                if went_on:
+                    self._lost(state, (device,), answer["how"])
         for request in lost:
             self._take(request, device, answer)
 
-    def _lost(self, state: TaskState, request: Request, how: str) -> None:
+    def _lost(self, state: TaskState, devices: Block, how: str) -> None:
         """A worker died while it trained this task."""
-        state.deaths, state.busy_on = state.deaths + 1, ()
+        state.deaths, state.busy_on, state.fell_at = state.deaths + 1, (), max(state.fell_at, state.reach)
         self._journal.write(
-            at_s=self._now_s, decision="died", task=request.task, step=state.step, devices=request.devices, cause=how
+            at_s=self._now_s, decision="died", task=state.task.name, step=state.step, devices=devices, cause=how
         )  # fmt: skip
         if state.deaths >= MOST_DEATHS:
             cause = f"its process died {state.deaths} times after step {state.step}, the last time by {how}"

@@ -5,6 +5,9 @@ A worker has one device. It keeps the engines of its tasks open, so going from o
 leaves by a checkpoint, and its next worker goes on from there.  An error of a task closes that task alone.
 Tasks that are asked for together take turns in their steps. Those over one base read one copy of it. Others hide
 their loads beside the compute of the other.
+A task by itself goes on when it has answered, as far as its request allows, until the worker is asked again.  So a
+device does not stand still while rank 0 decides.  What it has done meanwhile is told with the next answer.  A run ends
+early, after a step, where another request has come.
 The workers of a gang get the same requests in the same order. Each is a rank of the gang's world.
 Stop signals are for the supervisor. The worker ends when its supervisor does, without saving.
 """
@@ -86,13 +89,14 @@ def serve(pipe: Connection, order: Order) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _write_into(order.log)
     order.prepare()
-    worker = Worker(order)
+    worker = Worker(order, pipe.poll)
     pipe.send({"said": "ready", "pid": os.getpid()})
     with suppress(EOFError):
         while (request := pipe.recv())["do"] != "end":
             requests = [request, *(pipe.recv() for _ in range(request.pop("abreast", 0)))]
             for answer in worker.answers(requests):
                 pipe.send(answer)
+            worker.go_on()
         worker.park_all()
         pipe.send({"said": "ended"})
 
@@ -140,11 +144,13 @@ class OpenTask:
     def step(self) -> int:
         return self.run.engine.steps
 
-    def advance(self, to: int, *, ends: bool = True) -> float | None:
-        """Train until so many steps are made; the last loss. `ends`: save the task's last step, if it is made. Raises
-        ValueError where a number is not finite."""
+    def advance(
+        self, to: int, *, ends: bool = True, until: Callable[[], bool] = lambda: False
+    ) -> float | None:
+        """Train until so many steps are made, or `until` is so after one; the last loss. `ends`: save the task's last
+        step, if it is made. Raises ValueError where a number is not finite."""
         loss, skips = None, self.context.config.precision.dtype == "fp16"  # which lowers its loss scale
-        while self.step < to:
+        while self.step < to and (loss is None or not until()):
             result = self.run.step(next(self.batches))
             loss = float(result.loss)
             numbers = {"loss": loss, "norm of the gradients": float(result.grad_norm)}
@@ -166,7 +172,15 @@ class OpenTask:
 class Worker:
     """The open tasks of one device."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, is_asked: Callable[[], bool] = lambda: False) -> None:
+        """`is_asked`: whether another request has come."""
+        self._is_asked = is_asked
+        self._going: tuple[str, int] | None = None
+        """The task that goes on, and the step to which it may."""
+        self._over: Message | None = None
+        """What it has done since its answer."""
+        self._fell: dict[str, Message] = {}
+        """Failures since the answer, by task."""
         self._order, self._tasks = order, {task.name: task for task in order.tasks}
         self._open: dict[str, OpenTask] = {}
         self._store = HostStore(parks=False, frozen=FrozenRecords(order.frozen, order.holder))
@@ -176,6 +190,8 @@ class Worker:
     def answer(self, request: Message) -> Message:
         """Do what is asked. What goes wrong in a task is its answer."""
         name, do = request["task"], request["do"]
+        if (fell := self._fell.pop(name, None)) is not None and do != "drop":
+            return fell
         try:
             if do == "park":
                 return {"said": "parked", "task": name, **self._park(name)}
@@ -196,12 +212,39 @@ class Worker:
     def answers(self, requests: Sequence[Message]) -> list[Message]:
         """Answer several requests. Of tasks to be run, those whose lists have turns alike take turns in their steps.
         `later_s` of an answer: how long the device has done something else since."""
+        found = self._answers(requests)
+        if (over := self._over) is not None:
+            self._over = None
+            found[0] |= {"over": over | {"ago_s": time.monotonic() - over["end_s"]}}
+        return found
+
+    def go_on(self) -> None:
+        """Train on after an answer, until another request comes or the last step that its run has allowed."""
+        going, self._going = self._going, None
+        if going is None:
+            return
+        name, on = going
+        held, begun_s, loss = self._open[name], time.monotonic(), None
+        before = held.step
+        try:
+            while held.step < on and not self._is_asked():
+                loss = held.advance(held.step + 1, ends=False)
+        except (Exception, SystemExit) as error:
+            self._fell[name] = self._failed(name, error)
+        if held.step > before:
+            end_s = time.monotonic()
+            self._over = dict(task=name, step=held.step, loss=loss, run_s=end_s - begun_s, end_s=end_s)
+
+    def _answers(self, requests: Sequence[Message]) -> list[Message]:
         if len(requests) == 1:
             return [self.answer(requests[0])]
         found, alike = dict[str, Message](), dict[Hashable, list[Message]]()
         for request in requests:
             name = request["task"]
             try:
+                if name in self._fell:
+                    found[name] = self._fell.pop(name)
+                    continue
                 if name not in self._open:
                     self._open[name] = self._opened(self._tasks[name], request["place"])
                 turns = turns_of(self._open[name].run.engine)
@@ -248,17 +291,22 @@ class Worker:
             found[request["task"]] = each | {"run_s": ran_s}
         return found
 
-    def _run(self, task: str, to: int, evaluates: bool, place: Mapping[str, Any]) -> Message:
+    def _run(
+        self, task: str, to: int, evaluates: bool, place: Mapping[str, Any], on: int | None = None
+    ) -> Message:
+        """`on`: the step to which it may go on, if it may end early too."""
         begun_s = time.monotonic()
         if task not in self._open:
             self._open[task] = self._opened(self._tasks[task], place)
         held = self._open[task]
         opened_s, before = time.monotonic(), held.step
-        loss = held.advance(to)
+        loss = held.advance(to) if on is None else held.advance(to, until=self._is_asked)
         ran_s = time.monotonic()
-        held_out = held.evaluate() if evaluates else None
+        held_out = held.evaluate() if evaluates and held.step >= to else None
         if done := held.step == self._tasks[task].steps:
             self._open.pop(task).close()
+        elif on is not None and held.step >= to:
+            self._going = task, on
         return {
             "said": "ran", "task": task, "step": held.step, "before": before, "loss": loss, "held_out": held_out,
             "done": done, "open_s": opened_s - begun_s, "run_s": ran_s - opened_s,

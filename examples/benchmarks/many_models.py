@@ -188,9 +188,11 @@ class Sleeping:
         self._folder, self.step = order.directory, slept(order.directory, task.name)
         self._name = task.name
 
-    def advance(self, to: int) -> float:
-        time.sleep((to - self.step) * EMULATED_STEP_S)
-        self.step = to
+    def advance(self, to: int, *, ends: bool = True, until: Callable[[], bool] = lambda: False) -> float:
+        before = self.step
+        while self.step < to and (self.step == before or not until()):
+            time.sleep(EMULATED_STEP_S)
+            self.step += 1
         return 0.0
 
     def close(self, error: BaseException | None = None) -> None:

@@ -29,6 +29,9 @@ class Workers:
         self.saved: dict[str, int] = defaultdict(int)
         self.draw, self.deaths = draw, deaths
         self.ran: list[str] = []
+        self.over: list[dict[str, Any]] = [{} for _ in range(devices)]
+        """What a device has done since its last answer."""
+        self.fell_over = 0
 
     def send(self, device: int, request: dict[str, Any]) -> None:
         if request["do"] == "kill":
@@ -51,13 +54,32 @@ class Workers:
         held = {self.open[each].get(head["task"]) for each, head in zip(gang, heads, strict=True)}
         assert len(held) == 1, f"some of a gang have met and others have not: {held}"
         answers = [self._do(each, head, len(gang)) for each, head in zip(gang, heads, strict=True)]
+        if over := self.over[device]:
+            answers[0] |= {"over": over["told"]}
+        self.over[device] = {}
+        if "on" in heads[0] and answers[0]["said"] == "ran" and not answers[0]["done"]:
+            self._go_on(device, heads[0])
         for each, answer in self.draw.sample(list(zip(gang, answers, strict=True)), len(gang)):
             asks.hear(each, answer)
+        if self.over[device] and not self.queues[device] and self.deaths and self.draw.random() < 0.2:
+            self.deaths, self.over[device] = self.deaths - 1, {}
+            self.fell_over += 1
+            self.open[device].clear()
+            asks.hear(device, {"said": "died", "how": "signal 9"})
         return True
+
+    def _go_on(self, device: int, request: dict[str, Any]) -> None:
+        task = request["task"]
+        step = self.draw.randint(self.steps[task], max(self.steps[task], request["on"]))
+        if step > self.steps[task]:
+            self.steps[task] = step
+            told = dict(task=task, step=step, loss=1.0, run_s=0.1, ago_s=0.0, end_s=0.0)
+            self.over[device] = dict(told=told)
 
     def _die(self, asks: Coordinator, gang: list[int], heads: list[dict[str, Any]]) -> None:
         victim = self.draw.choice(gang)
         self.open[victim].clear()
+        self.over[victim] = {}
         told: list[tuple[int, dict[str, Any]]] = [(victim, {"said": "died", "how": "signal 9"})]
         for each, head in zip(gang, heads, strict=True):
             if each != victim:
@@ -102,13 +124,16 @@ class Workers:
         holders = {d for d, found in enumerate(self.open) if task in found}
         assert holders <= set(range(device // size * size, device // size * size + size)), "open in one block"
         before = self.steps[task] if request["place"]["rank"] == 0 else request["to"] - 1
-        self.steps[task] = request["to"]
+        to = max(before, request["to"])
+        if "on" in request and self.queues[device] and before < to:  # it has been asked again
+            to = self.draw.randint(before + 1, to)
+        self.steps[task] = to
         self.ran.append(task)
-        if done := request["to"] == 6:
+        if done := to == 6:
             self.saved[task] = 6
             del held[task]
         return {
-            "said": "ran", "task": task, "step": request["to"], "before": before, "loss": 1.0, "held_out": None,
+            "said": "ran", "task": task, "step": to, "before": before, "loss": 1.0, "held_out": None,
             "done": done, "open_s": 0.0, "run_s": self.draw.choice([0.2, 0.5]), "end_s": 0.0,
         }  # fmt: skip
 
@@ -117,6 +142,7 @@ class Workers:
 def test_every_task_ends_whatever_the_policy_the_gangs_and_the_deaths(
     policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fell_over = 0
     for seed in range(25):
         draw = random.Random(seed)
         devices = draw.choice([1, 2, 4, 6])
@@ -149,6 +175,8 @@ def test_every_task_ends_whatever_the_policy_the_gangs_and_the_deaths(
         asks.close()
         states = {name: (state.status, state.cause, state.step) for name, state in asks.states.items()}
         assert set(states.values()) == {("done", "", 6)}, (policy, seed, states)
+        fell_over += workers.fell_over
+    assert fell_over, "a worker has died as it went on"
 
 
 def test_the_worst_of_a_gang_s_answers_is_its_own(tmp_path: Path) -> None:
@@ -264,7 +292,7 @@ def test_by_stages_two_tasks_run_abreast_unless_one_is_critical(
     """Task b is the longest: with two devices the end waits for it. Its steps take 0.05 s, those of others 0.1 s."""
     sent: list[dict[str, Any]] = []
     tasks = [
-        cl.Task(name, lambda: None, data=[0], steps=40 if name == "b" else 9, global_batch=1)  # type: ignore[arg-type,return-value]
+        cl.Task(name, lambda: None, data=[0], steps=400 if name == "b" else 90, global_batch=1)  # type: ignore[arg-type,return-value]
         for name in "abc"
     ]
 
@@ -281,4 +309,72 @@ def test_by_stages_two_tasks_run_abreast_unless_one_is_critical(
     assert sent[0].get("abreast", 0) == len(asked) - 1
     to = {request["task"]: request["to"] for request in sent}
     assert to == ({"b": 5, asked[1]: 2} if len(asked) > 1 else {"b": 10}), "about as long"
+    asks.close()
+
+
+def of_one(tmp_path: Path, steps: int, **more: Any) -> tuple[Coordinator, list[dict[str, Any]]]:
+    """A device with one task whose steps take 0.1 s, and what it is asked."""
+    sent: list[dict[str, Any]] = []
+    task = cl.Task("a", lambda: None, data=[0], steps=steps, global_batch=1)  # type: ignore[arg-type,return-value]
+    settings = dict(policy="fifo", stop=None, on_report=None) | more
+    asks = Coordinator(
+        [task], tmp_path, **settings, devices=1, seed=0, port=0, send=lambda _, request: sent.append(request)
+    )  # type: ignore[arg-type]
+    asks.assign()
+    return asks, sent
+
+
+def ran(before: int, step: int, **more: Any) -> dict[str, Any]:
+    return dict(
+        said="ran", task="a", step=step, before=before, loss=1.0, held_out=None, done=False, open_s=0.0,
+        run_s=0.1 * (step - before), end_s=0.0, **more,
+    )  # fmt: skip
+
+
+def test_a_worker_may_go_on_as_long_again_but_to_no_step_where_something_is_decided(tmp_path: Path) -> None:
+    asks, sent = of_one(tmp_path, 100)
+    assert (sent[0]["to"], sent[0]["on"]) == (1, 1), "nothing is known of its steps"
+    asks.hear(0, ran(0, 1))
+    asks.assign()
+    assert (sent[1]["to"], sent[1]["on"]) == (6, 11)
+    over = dict(task="a", step=9, loss=0.5, run_s=0.3, ago_s=0.0, end_s=0.0)
+    asks.hear(0, ran(1, 6))
+    asks.assign()
+    asks.hear(0, ran(9, 11, over=over))
+    assert asks.states["a"].busy_s == pytest.approx(0.1 + 0.5 + 0.3 + 0.2) and asks.states["a"].step == 11
+    asks.states["a"].step = 97
+    asks.assign()
+    assert (sent[3]["to"], sent[3]["on"]) == (98, 99), (
+        "the last step is asked for, and quanta are short by now"
+    )
+    asks.close()
+
+
+@pytest.mark.parametrize("why", ["a rung", "reports", "long steps"])
+def test_a_worker_does_not_go_on_where_it_must_not(why: str, tmp_path: Path) -> None:
+    more: dict[str, Any] = dict(on_report=lambda *_: "go") if why == "reports" else {}
+    more |= dict(stop=cl.Halving(rungs=(6,), keep=1.0)) if why == "a rung" else {}
+    asks, sent = of_one(tmp_path, 1000, **more)
+    asks.hear(0, ran(0, 1) | (dict(run_s=0.6) if why == "long steps" else {}))
+    asks.assign()
+    assert sent[1]["on"] == sent[1]["to"] == (2 if why == "long steps" else 6)
+    asks.close()
+
+
+def test_a_task_whose_process_dies_as_it_goes_on_fails_too(tmp_path: Path) -> None:
+    """Its step before is made each time, and it is not the one that kills."""
+    asks, sent = of_one(tmp_path, 100)
+    asks.hear(0, ran(0, 1))
+    asks.assign()
+    asks.hear(0, ran(1, 6))
+    asks.hear(0, {"said": "died", "how": "signal 9"})
+    for deaths in (1, 2):
+        asks.assign()
+        assert (sent[-1]["to"], sent[-1]["on"], asks.states["a"].deaths) == (5, 5, deaths)
+        asks.hear(0, ran(0, 5))
+        asks.assign()
+        assert sent[-1]["to"] == 10 and asks.states["a"].deaths == deaths, "it was past this"
+        asks.hear(0, {"said": "died", "how": "signal 9"})
+        asks.hear(0, {"said": "dropped", "task": "a"})
+    assert asks.states["a"].status == "failed" and "died 3 times" in asks.states["a"].cause
     asks.close()

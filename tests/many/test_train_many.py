@@ -27,6 +27,7 @@ from colossal_lite.launcher.start import launch_gang, serve_gangs
 from colossal_lite.many import coordinator
 from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, Candidate, Choose
+from colossal_lite.many.results import losses_of
 from colossal_lite.many.task import check, fingerprint
 from colossal_lite.many.trainer import train
 from colossal_lite.many.worker import Order, Worker, saved_step
@@ -74,8 +75,10 @@ def together(env: RankEnv, tasks: Sequence[cl.Task], folder: Path, how: Mapping[
     kills: Mapping[int, str] = how.pop("kills", {})
     quantum_s = how.pop("quantum_s", coordinator.QUANTUM_S)
 
-    def on_report(name: str, step: int, metrics: Mapping[str, float | None]) -> None:
+    def counted(*given: Any, ran: Any = coordinator.Coordinator._ran) -> None:
+        """In the place of `on_report`, beside which a worker does not go on after its answer."""
         nonlocal reports
+        ran(*given)
         reports += 1
         if reports in kills:
             with (folder / "moments").open("a") as file:
@@ -85,10 +88,11 @@ def together(env: RankEnv, tasks: Sequence[cl.Task], folder: Path, how: Mapping[
     patch = pytest.MonkeyPatch()
     patch.setitem(POLICIES, "elsewhere", elsewhere)  # type: ignore[misc]
     patch.setattr(coordinator, "QUANTUM_S", quantum_s)
+    patch.setattr(coordinator.Coordinator, "_ran", counted)
     try:
         with env.launch(dict(backend="gloo", timeout_s=60)) as context:
             prepare = partial(launcher_env.show_one_device, env.rank)
-            how = dict(directory=folder, config=CONFIG, on_report=on_report) | how
+            how = dict(directory=folder, config=CONFIG) | how
             result = train(tasks, context, launch=launch_gang, serve=serve_gangs, prepare=prepare, **how)
     except cl.Stopped:
         return None
@@ -373,6 +377,39 @@ def by_turns(env: RankEnv, folder: Path) -> list[float]:
     assert not any(saved_step(folder, name) for name in "ab")
     worker.park_all()
     return [answer["open_s"] for answer in answers[2:]]
+
+
+def going_on(env: RankEnv, folder: Path) -> list[dict[str, Any]]:
+    """Answers of a worker that goes on after each, of which it is asked again in the midst of the fourth."""
+    order = Order(
+        (task("a"), task("torn", data=own.Raising())), CONFIG, folder, None, launch_gang, folder / "log",
+        partial(launcher_env.show_one_device, env.rank),
+    )  # fmt: skip
+    is_asked = [False]
+    worker, told = Worker(order, lambda: is_asked[0]), list[dict[str, Any]]()
+    for name, to, on, asked in (
+        ("a", 1, 1, False), ("a", 3, 5, False), ("a", 4, 4, False), ("a", 9, 9, True), ("torn", 1, 11, False),
+        ("torn", 5, 5, False), ("a", 12, 12, False),
+    ):  # fmt: skip
+        is_asked[0] = asked
+        place = dict(rank=0, world_size=1)
+        request = dict(do="run", task=name, to=to, evaluates=False, place=place, on=on)
+        told += worker.answers([request])
+        worker.go_on()
+    worker.park_all()
+    return told
+
+
+def test_a_worker_goes_on_after_its_answer_until_it_is_asked_again(tmp_path: Path, expected: Any) -> None:
+    """Its steps are those of the task alone. An error meanwhile is told with the next answer."""
+    first, second, third, fourth, torn, failed, last = run_world(going_on, 1, tmp_path)[0]
+    assert (first["step"], "over" in first) == (1, False) and (second["step"], "over" in second) == (3, False)
+    assert (third["before"], third["step"], third["loss"]) == (5, 5, None), "it was past step 4"
+    assert third["over"]["step"] == 5 and third["over"]["run_s"] > 0 <= third["over"]["ago_s"]
+    assert (fourth["before"], fourth["step"]) == (5, 6), "asked again, it ends after a step"
+    assert torn["step"] == 1 and "over" not in torn
+    assert failed["said"] == "failed" and "is torn" in failed["cause"], failed
+    assert last["done"] and losses_of(tmp_path, "a") == list(expected["a"]["losses"])
 
 
 def test_a_device_goes_from_one_open_task_to_another_within_5_ms(tmp_path: Path) -> None:
