@@ -161,7 +161,8 @@ class Coordinator:
         self._last: list[str | None] = [None] * self.devices
         self._heads: list[tuple[Request | None, float]] = [(None, 0.0)] * self.devices
         """The request that each device is at, and since when."""
-        self._move_s = 1.0
+        self._save_s, self._open_s = 0.5, 0.5
+        """Of a move, as measured last: to save and close a task, and to open and load it."""
         self._begun_s = time.monotonic()
         self._recall()
         self._first = {name: state.step for name, state in self.states.items()}
@@ -374,7 +375,7 @@ class Coordinator:
                     max(job.left, 1),
                     job.step_s,
                     job.alone_s,
-                    self._move_s if moves else 0.0,
+                    self._save_s + self._open_s if moves else 0.0,
                     self._last[device] == job.task,
                 )  # fmt: skip
             )
@@ -453,7 +454,7 @@ class Coordinator:
         for device, answer in request.answers.items():
             if answer["said"] == "parked":
                 self._span(device, "EVICT", state, self._now_s - answer["end_s"], answer["end_s"])
-                self._move_s = max(answer["end_s"], 1e-3)
+                self._save_s = max(answer["end_s"], 1e-3)
         failed = request.said("failed", "full")
         self._forget(state, request.devices if failed else ())
         if failed and not request.said("died"):
@@ -479,6 +480,7 @@ class Coordinator:
         for device in request.devices:
             if open_s > 1e-3:
                 self._span(device, "FETCH", state, begin_s - open_s, open_s)
+                self._open_s = open_s
             self._span(device, "RUN", state, begin_s, run_s + end_s)
             self._last[device] = state.task.name
         if steps > 0:

@@ -88,18 +88,21 @@ def lrtf_affinity(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
 
 
 def link(jobs: Sequence[Job], devices: int, seed: int) -> Choose:
-    """A job that the bound waits for, if there is one; else the one whose load hides best.
+    """A job that the bound waits for, if there is one: the longest, less what its load costs here. Else the one whose
+    load hides best.
 
     Of equals: the heaviest load that hides, then the job that is here, then the longest."""
 
     def choose(moment: Moment) -> Candidate:
+        def exposed_s(c: Candidate) -> float:
+            return max(0.0, c.load_s - moment.hides_s)
+
         critical = [c for c in moment.candidates if c.remaining_s >= moment.bound_s - c.step_s]
         if critical:
-            return _longest(critical)
+            return max(critical, key=lambda c: (c.remaining_s - exposed_s(c), c.is_here, -c.order))
 
         def worth(c: Candidate) -> tuple[float, float, bool, float, int]:
-            exposed_s = max(0.0, c.load_s - moment.hides_s)
-            return -exposed_s, c.load_s, c.is_here, c.remaining_s, -c.order
+            return -exposed_s(c), c.load_s, c.is_here, c.remaining_s, -c.order
 
         return max(moment.candidates, key=worth)
 

@@ -3,7 +3,7 @@
     python examples/benchmarks/many_models.py              simulated from costs, about a minute
     python examples/benchmarks/many_models.py emulated     eight processes that sleep for each step, half a minute
     python examples/benchmarks/many_models.py stages       two GPTs on one device behind an emulated link, two minutes
-    python examples/benchmarks/many_models.py real         small GPTs in two processes, some minutes
+    python examples/benchmarks/many_models.py real         small GPTs in two processes, five minutes a round
     python examples/benchmarks/many_models.py adapters     eight adapters over 6.7 B on one GPU; --tiny: any machine
 
 Hydra's last public version does not start, so its rules are simulated. They are Sharded-LRTF by visits, one
@@ -48,7 +48,7 @@ STAGES, FORWARD_S, LOAD_S, STEPS, TASKS, DEVICES = 8, 1.0, 0.8, 100, 12, 8
 EMULATED_STEP_S = 0.1
 CONFIG: dict[str, Any] = dict(precision="fp32", backend="gloo", seed=0)
 SHAPE = cl.models.GPTConfig(vocabulary=256, layers=4, heads=4, width=128, sequence=64)
-REAL_STEPS = 160
+REAL_STEPS = 400
 LINK_BYTES_S, STAGED_STEPS = 100_000_000, 20
 BASE = cl.models.GPTConfig(
     vocabulary=32000, layers=32, heads=32, width=4096, sequence=1024, position="rotary", norm="rms", tied=False,
