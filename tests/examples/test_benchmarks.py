@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -71,6 +72,18 @@ def test_the_benchmark_of_links_runs_updates_on_both_sides_beside_the_simulator(
     assert [[cell.strip() for cell in row] for row in rows] == [
         ["host", "8"], ["{'every': 2}", "4"], ["{'host': 0.3}", "2"]
     ]  # fmt: skip
+
+
+def test_a_step_is_compared_with_that_of_another_checkout() -> None:
+    here = str(BENCHMARKS.parents[1])
+    done = ran(
+        "step_cost.py", "--against", here, "--steps", "4", "--block", "2", "--modes", "data", "--world", "2"
+    )
+    assert done.returncode == 0, done.stderr
+    number = r"([\d.]+)"
+    row = rf"data +{number} ms, before +{number}: {number} \({number} to {number}\)\n"
+    found = re.fullmatch(row, done.stdout)
+    assert found is not None and all(float(each) > 0 for each in found.groups()), done.stdout
 
 
 @pytest.fixture(scope="module")
