@@ -66,6 +66,7 @@ def main() -> None:
         "how", nargs="?", choices=["simulated", "emulated", "stages", "real", "adapters"], default="simulated"
     )
     parser.add_argument("--rounds", type=int, default=3, help="of each policy, for real")
+    parser.add_argument("--tasks", type=int, nargs="*", default=[3, 5], help="how many, for real")
     parser.add_argument("--tiny", action="store_true", help="adapters over a tiny base")
     parser.add_argument("--layers", type=int, default=32, help="of the base of the adapters; 32: 6.7 B")
     parser.add_argument("--out", type=Path, help="where the adapters' JSON goes")
@@ -82,7 +83,7 @@ def main() -> None:
     elif how == "adapters":
         adapters(TINY_BASE if given.tiny else replace(BASE, layers=given.layers), given.out)
     else:
-        real(given.rounds)
+        real(given.rounds, given.tasks)
 
 
 # ------------------------------------------------------------------------------------------------- simulated
@@ -271,9 +272,10 @@ def wide() -> cl.models.GPT:
     return cl.models.GPT(replace(SHAPE, width=256))
 
 
-def real(rounds: int) -> None:
+def real(rounds: int, counts: Sequence[int]) -> None:
     """Equal small GPTs by two processes of one thread: the default against one task a device to its end."""
-    for count, ideal in ((3, 4 / 3), (5, 6 / 5)):
+    for count in counts:
+        ideal = -(-count // 2) / (count / 2)
         tasks = [task(f"t{n}", REAL_STEPS) for n in range(count)]
         took: dict[PolicyName, list[float]] = {"fifo": [], "link": []}
         for _ in range(rounds):
