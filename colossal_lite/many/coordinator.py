@@ -76,7 +76,7 @@ class TaskState:
     awaits: set[str] = field(default_factory=set)
     """Tasks that are parked before it runs."""
     reach: int = 0
-    """The step that its worker may have come to without having told."""
+    """The step that its worker may have come to since its last answer."""
     fell_at: int = 0
     """The step that it may have been at when its process died."""
     meetings: int = 0

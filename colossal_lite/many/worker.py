@@ -6,7 +6,7 @@ leaves by a checkpoint, and its next worker goes on from there.  An error of a t
 Tasks that are asked for together take turns in their steps. Those over one base read one copy of it. Others hide
 their loads beside the compute of the other.
 A task by itself goes on when it has answered, as far as its request allows, until the worker is asked again.  So a
-device does not stand still while rank 0 decides.  What it has done meanwhile is told with the next answer.  A run ends
+device does not stand still while rank 0 decides.  The next answer says what it has done meanwhile.  A run ends
 early, after a step, where another request has come.
 The workers of a gang get the same requests in the same order. Each is a rank of the gang's world.
 Stop signals are for the supervisor. The worker ends when its supervisor does, without saving.

@@ -11,7 +11,6 @@ milliseconds a step, summed over ranks, and the ratio with the 95 per cent inter
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import resource
 import socket
@@ -33,6 +32,10 @@ MODES: dict[str, dict[str, Any]] = {
     "accumulated": dict(gradient_accumulation=2),
     "recompute full": dict(activation_checkpoint="full"),
 }
+MODELS: dict[str, dict[str, int]] = {
+    "tiny": dict(layers=4, width=64, heads=4, sequence=32, vocabulary=256),
+    "small": dict(layers=4, width=256, heads=8, sequence=128, vocabulary=4096),
+}
 BASE: dict[str, Any] = dict(
     precision="fp32", optimizer=dict(type="adamw", lr=1e-3, weight_decay=0.1), clip_grad_norm=1.0, seed=0
 )
@@ -42,18 +45,21 @@ WARM_STEPS = 3
 class Trainer:
     """The ranks of one checkout."""
 
-    def __init__(self, checkout: Path, mode: str, world: int) -> None:
+    def __init__(self, checkout: Path, mode: str, model: str, world: int) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        shared = dict(
+            PYTHONPATH=checkout, OMP_NUM_THREADS=1, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )  # fmt: skip
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, "--rank", mode], cwd=checkout, text=True, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=os.environ | dict(
-                    PYTHONPATH=str(checkout), OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank),
-                    WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                ),
+                [
+                    "env", *(f"{name}={value}" for name, value in (shared | dict(RANK=rank, LOCAL_RANK=rank)).items()),
+                    sys.executable, __file__, "--rank", mode, "--model", model,
+                ],
+                cwd=checkout, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )
             for rank in range(world)
         ]  # fmt: skip
@@ -82,8 +88,8 @@ class Trainer:
 
 
 @contextmanager
-def trainer(checkout: Path, mode: str, world: int) -> Iterator[Trainer]:
-    made = Trainer(checkout, mode, world)
+def trainer(checkout: Path, mode: str, model: str, world: int) -> Iterator[Trainer]:
+    made = Trainer(checkout, mode, model, world)
     try:
         yield made
         made.close()
@@ -93,14 +99,15 @@ def trainer(checkout: Path, mode: str, world: int) -> Iterator[Trainer]:
             rank.wait()
 
 
-def train(mode: str) -> None:
+def train(mode: str, model: str) -> None:
     """In a rank: blocks of steps, as asked for."""
     import torch
 
     import colossal_lite as cl
 
-    shape = cl.models.GPTConfig(layers=4, width=64, heads=4, sequence=32, vocabulary=256)
-    ids = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
+    shape = cl.models.GPTConfig(**MODELS[model])
+    size = (4, shape.sequence + 1)
+    ids = torch.randint(shape.vocabulary, size, generator=torch.Generator().manual_seed(0))
     with cl.launch(BASE | MODES[mode]) as context:
         engine = cl.initialize(lambda: cl.models.GPT(shape), context=context)
         ids = ids[context.rank :: context.world_size]
@@ -128,9 +135,9 @@ def interval(pairs: list[tuple[float, float]]) -> tuple[float, float, float]:
     return ratio(pairs), found[100], found[3900]
 
 
-def compared(mode: str, against: Path, world: int, steps: int, block: int) -> str:
+def compared(mode: str, model: str, against: Path, world: int, steps: int, block: int) -> str:
     with ExitStack() as stack:
-        ours, theirs = (stack.enter_context(trainer(each, mode, world)) for each in (ROOT, against))
+        ours, theirs = (stack.enter_context(trainer(each, mode, model, world)) for each in (ROOT, against))
         for each in (ours, theirs):
             each.block(WARM_STEPS)
         pairs = []
@@ -151,17 +158,19 @@ def main() -> None:
     )
     parser.add_argument("--against", type=Path, help="the root of another checkout")
     parser.add_argument("--world", type=int, default=1)
+    parser.add_argument("--model", default="tiny", choices=list(MODELS), help="tiny: nearly all is overhead")
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=list(MODES))
     parser.add_argument("--steps", type=int, default=200, help="of each checkout and mode")
     parser.add_argument("--block", type=int, default=5, help="steps in a block")
     parser.add_argument("--rank", choices=list(MODES), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:
-        return train(given.rank)
+        return train(given.rank, given.model)
     if given.against is None or not (given.against / "colossal_lite").is_dir():
         parser.error(f"--against {given.against}: legal: a folder that has colossal_lite/")
     for mode in given.modes:
-        print(compared(mode, given.against.resolve(), given.world, given.steps, given.block), flush=True)
+        row = compared(mode, given.model, given.against.resolve(), given.world, given.steps, given.block)
+        print(row, flush=True)
 
 
 if __name__ == "__main__":
