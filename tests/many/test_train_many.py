@@ -389,7 +389,7 @@ def going_on(env: RankEnv, folder: Path) -> list[dict[str, Any]]:
     worker, told = Worker(order, lambda: is_asked[0]), list[dict[str, Any]]()
     for name, to, on, asked in (
         ("a", 1, 1, False), ("a", 3, 5, False), ("a", 4, 4, False), ("a", 9, 9, True), ("torn", 1, 11, False),
-        ("torn", 5, 5, False), ("a", 12, 12, False),
+        ("torn", 1, 1, False), ("a", 12, 12, False),
     ):  # fmt: skip
         is_asked[0] = asked
         place = dict(rank=0, world_size=1)
