@@ -406,7 +406,7 @@ class Coordinator:
         self._decide_rungs()
 
     def _went_on(
-        self, device: int, task: str, step: int, loss: float | None, run_s: float, ago_s: float, end_s: float
+        self, device: int, task: str, step: int, loss: float | None, run_s: float, ago_s: float
     ) -> None:
         """What a task has done after its answer."""
         state = self.states[task]

@@ -177,8 +177,8 @@ class Worker:
         self._is_asked = is_asked
         self._going: tuple[str, int] | None = None
         """The task that goes on, and the step to which it may."""
-        self._over: Message | None = None
-        """What it has done since its answer."""
+        self._over: tuple[Message, float] | None = None
+        """What it has done since its answer, and when that ended."""
         self._fell: dict[str, Message] = {}
         """Failures since the answer, by task."""
         self._order, self._tasks = order, {task.name: task for task in order.tasks}
@@ -214,8 +214,8 @@ class Worker:
         `later_s` of an answer: how long the device has done something else since."""
         found = self._answers(requests)
         if (over := self._over) is not None:
-            self._over = None
-            found[0] |= {"over": over | {"ago_s": time.monotonic() - over["end_s"]}}
+            self._over, (done, end_s) = None, over
+            found[0] |= {"over": done | {"ago_s": time.monotonic() - end_s}}
         return found
 
     def go_on(self) -> None:
@@ -233,7 +233,7 @@ class Worker:
             self._fell[name] = self._failed(name, error)
         if held.step > before:
             end_s = time.monotonic()
-            self._over = dict(task=name, step=held.step, loss=loss, run_s=end_s - begun_s, end_s=end_s)
+            self._over = dict(task=name, step=held.step, loss=loss, run_s=end_s - begun_s), end_s
 
     def _answers(self, requests: Sequence[Message]) -> list[Message]:
         if len(requests) == 1:

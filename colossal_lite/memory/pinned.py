@@ -54,7 +54,10 @@ def host_room(numel: int, dtype: torch.dtype, beside: torch.device) -> Tensor:
 def host_pages(size_bytes: int, beside: torch.device) -> Tensor:
     """As `host_room`, uint8, aligned to a page."""
     room = pages(size_bytes, torch.device("meta" if beside.type == "meta" else "cpu"))
-    return locked(room, torch.cuda.cudart(), beside) if beside.type == "cuda" and size_bytes else room
+    if beside.type != "cuda" or not size_bytes:
+        return room
+    make_pages(room)
+    return locked(room, torch.cuda.cudart(), beside)
 
 
 def pages(size_bytes: int, device: torch.device) -> Tensor:
@@ -91,16 +94,14 @@ def locked(room: Tensor, runtime: Any, beside: torch.device) -> Tensor:
 
 
 def make_pages(room: Tensor) -> None:
-    """Let all cores make the pages of host memory that is contiguous: a first copy, or CUDA, makes them one by one."""
+    """Let all cores make the pages of host memory that is contiguous: a first copy, or CUDA, makes them one by one.
+    It must be new: what another thread or process writes meanwhile may be lost."""
     room.view(torch.uint8).view(-1)[::PAGE_BYTES].add_(0)
 
 
 def lock(room: Tensor, runtime: Any) -> int:
     """Lock the pages of `room` with CUDA's `runtime` until its storage is freed. Returns the error, 0 for none."""
     start, whole = room.data_ptr(), -(-room.nbytes // PAGE_BYTES) * PAGE_BYTES
-    room.view(torch.uint8).view(-1)[::PAGE_BYTES].add_(
-        0
-    )  # all cores make the pages; CUDA would make them one by one
     error = int(runtime.cudaHostRegister(start, whole, 0))
     if error == 0:
         weakref.finalize(room.untyped_storage(), runtime.cudaHostUnregister, start).atexit = False

@@ -37,7 +37,7 @@ from colossal_lite.memory.disk_layout import PAGE_BYTES
 from colossal_lite.memory.frozen_records import FrozenRecord, FrozenRecords, Same
 from colossal_lite.memory.frozen_slots import FrozenSlots
 from colossal_lite.memory.link import Transfer
-from colossal_lite.memory.pinned import host_room, lock, locked
+from colossal_lite.memory.pinned import host_room, lock, locked, make_pages
 
 OPTIMIZER, WEIGHTS, GRADIENTS = "optimizer", "weights", "gradients"
 KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS)
@@ -325,6 +325,7 @@ class TaskRecords:
         start = self._place(_pages(size_bytes))
         room = _tensor(memory, start, numel, dtype)
         if self.beside.type == "cuda":
+            make_pages(room)  # no other process has found it yet
             held = locked(room.view(torch.uint8), torch.cuda.cudart(), self.beside).view(dtype)
             if held.data_ptr() != room.data_ptr():  # another process would not find it there
                 insort(self._freed, (start, start + _pages(size_bytes)))

@@ -73,7 +73,7 @@ class Workers:
         step = self.draw.randint(self.steps[task], max(self.steps[task], request["on"]))
         if step > self.steps[task]:
             self.steps[task] = step
-            told = dict(task=task, step=step, loss=1.0, run_s=0.1, ago_s=0.0, end_s=0.0)
+            told = dict(task=task, step=step, loss=1.0, run_s=0.1, ago_s=0.0)
             self.over[device] = dict(told=told)
 
     def _die(self, asks: Coordinator, gang: list[int], heads: list[dict[str, Any]]) -> None:
@@ -337,7 +337,7 @@ def test_a_worker_may_go_on_as_long_again_but_to_no_step_where_something_is_deci
     asks.hear(0, ran(0, 1))
     asks.assign()
     assert (sent[1]["to"], sent[1]["on"]) == (6, 11)
-    over = dict(task="a", step=9, loss=0.5, run_s=0.3, ago_s=0.0, end_s=0.0)
+    over = dict(task="a", step=9, loss=0.5, run_s=0.3, ago_s=0.0)
     asks.hear(0, ran(1, 6))
     asks.assign()
     asks.hear(0, ran(9, 11, over=over))
