@@ -137,7 +137,8 @@ def _initialize(
     loss = _own_loss(module, context) if isinstance(criterion, str) else criterion
     _check_whole_sequences(module, context)
     streams = DropoutStreams(config.seed)
-    forecast_batch = _forecast_batch(model, context, plan)
+    # a batch of a criterion may have any inputs, and `plan` takes ids
+    forecast_batch = None if callable(criterion) else _forecast_batch(model, context, plan)
     originals = dict(module.named_parameters())
     if recipes is None:
         _assert_same_on_all_ranks(module, context)
