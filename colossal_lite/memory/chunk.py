@@ -45,7 +45,7 @@ from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkSpec, Entry
 from colossal_lite.memory.pinned import make_pages, zeros_on
 from colossal_lite.memory.task_records import GRADIENTS, WEIGHTS, TaskRecords
-from colossal_lite.memory.transfers import GradientOffloadBuffer, copied_to, to_device
+from colossal_lite.memory.transfers import GradientOffloadBuffer, copied_to, copy_into, to_device
 from colossal_lite.memory.vector_gradients import VectorGradients, add_gradient
 from colossal_lite.memory.weight_chunk import Groups, Values, WeightChunk
 from colossal_lite.numerics.precision import ChunkTypes
@@ -194,7 +194,7 @@ class Chunk(LocalShard, WeightChunk):
         if self.residual is not None:
             self.set_split_masters(local, own)
             return
-        self.master[local].copy_(own)
+        copy_into(self.master[local], own)
         if self.master is not self.local_shard:
             super()._load_own(local, own)
 

@@ -18,6 +18,7 @@ from colossal_lite.memory.frozen_records import FrozenRecord, record_name
 from colossal_lite.memory.link import Link, Priority
 from colossal_lite.memory.packing import Entry
 from colossal_lite.memory.task_records import TaskRecords
+from colossal_lite.memory.transfers import copy_into
 from colossal_lite.memory.weight_chunk import Values, WeightChunk, WeightState
 
 BLOCK_NUMEL = 1 << 20
@@ -67,7 +68,9 @@ class FrozenChunk(WeightChunk):
                 yield entry, slice(start, stop), self._kept(values)
 
     def _kept(self, values: Tensor) -> Tensor:
-        return torch.empty(values.numel(), dtype=self.types.compute).copy_(values.reshape(-1))
+        kept = torch.empty(values.numel(), dtype=self.types.compute)
+        copy_into(kept, values.reshape(-1))
+        return kept
 
     def _fill_all(self, flat: Tensor, initial: Values) -> None:
         for _, place, values in self._blocks(initial):
@@ -76,14 +79,16 @@ class FrozenChunk(WeightChunk):
     def _difference(self, flat: Tensor, initial: Values) -> str | None:
         """How `flat` has other bits."""
         found = self._blocks(initial)
-        name = next((entry.name for entry, place, values in found if not _same(flat[place], values)), None)
+        name = next(
+            (entry.name for entry, place, values in found if not same_bits(flat[place], values)), None
+        )
         return None if name is None else f"the frozen weights {name} differ from those of"
 
     def _load_own(self, local: slice, own: Tensor) -> None:
         """Set elements `local` of the shard. Raises FrozenError where others have the old ones."""
         if self.record is not None:
             values = self._kept(own)
-            if _same(self.local_shard[local], values):
+            if same_bits(self.local_shard[local], values):
                 return
             assert self._records is not None
             names = [e.name for e in self.spec.entries if e.start <= local.start + self.owned[0] < e.stop]
@@ -154,6 +159,8 @@ def state_base(
     )  # fmt: skip
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one dtype have the same bits."""
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors [numel] of one dtype have the same bits."""
+    ends = [n for t in (one, other) for n in (t.nbytes, t.storage_offset() * t.itemsize)]
+    word = torch.uint8 if any(n % 8 for n in ends) else torch.int64  # whose comparison is six times as quick
+    return torch.equal(one.view(word), other.view(word))

@@ -78,8 +78,8 @@ def mapped(size_bytes: int) -> Tensor:
 
 
 def locked(room: Tensor, runtime: Any, beside: torch.device) -> Tensor:
-    """`room` of `pages`, its pages locked by CUDA's `runtime` until they are freed. Where that fails, as much of
-    torch's pinned memory."""
+    """`room` of `pages`, its pages locked by CUDA's `runtime` until they are freed. Where that fails, a copy in torch's
+    pinned memory."""
     error = lock(room, runtime)
     if error == 0:
         return room
@@ -90,13 +90,13 @@ def locked(room: Tensor, runtime: Any, beside: torch.device) -> Tensor:
         f"taken from torch's pinned memory, which rounds up to a power of two",
         stacklevel=2,
     )
-    return torch.zeros(room.numel(), dtype=torch.uint8, pin_memory=True)
+    return room.pin_memory()
 
 
 def make_pages(room: Tensor) -> None:
-    """Let all cores make the pages of host memory that is contiguous: a first copy, or CUDA, makes them one by one.
-    It must be new: what another thread or process writes meanwhile may be lost."""
-    room.view(torch.uint8).view(-1)[::PAGE_BYTES].add_(0)
+    """Let all cores make the pages of new host memory, which is zeros: a first copy, or CUDA, makes them one by one.
+    Every byte is written, as torch gives each core 32,768 elements at the least."""
+    room.zero_()
 
 
 def lock(room: Tensor, runtime: Any) -> int:

@@ -26,7 +26,7 @@ from colossal_lite.memory.link import Link, Priority, Transfer
 from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
 from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
-from colossal_lite.memory.transfers import copied_to, to_host
+from colossal_lite.memory.transfers import copied_to, copy_into, to_host
 from colossal_lite.numerics.precision import ChunkTypes
 
 Values = Callable[[str, int, int], Tensor]
@@ -200,7 +200,7 @@ class WeightChunk:
     def _load_own(self, local: slice, own: Tensor) -> None:
         """Set this rank's part of an entry: elements `local` of `local_shard`."""
         if self.is_sharded:
-            self.local_shard[local].copy_(own)
+            copy_into(self.local_shard[local], own)
 
     def count_change(self) -> None:
         """Count a change of weights, of this rank's shard or not, so that views saved before it raise. Autograd does

@@ -355,7 +355,6 @@ def abreast_s(shape: cl.models.GPTConfig, count: int) -> float:
             rate = dict(optimizer=dict(type="adamw", lr=1e-4 * (n + 1)))
             context = stack.enter_context(cl.launch(config | rate, rank=0, world_size=1))
             engine = cl.initialize(partial(adapted, shape), context=context, store=store, task=f"a{n}")
-            stack.callback(engine.close)
             take_turns(engine, partial(turnstile.turn, n) if count > 1 else None)
             engines.append(engine)
 

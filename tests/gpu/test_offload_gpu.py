@@ -225,7 +225,8 @@ def test_the_host_goes_on_while_the_device_waits_for_a_copy_and_the_wait_is_coun
 
     link = Link("h2d", StreamExecutor(CUDA), timeout_s=60)
     source, target = host_room(2**22, torch.float32, CUDA).fill_(3.0), torch.zeros(2**22, device=CUDA)
-    torch.cuda._sleep(1)  # which is loaded now
+    torch.cuda._sleep(1)  # these kernels are loaded now: loading one waits for all that runs
+    target.sum()
     torch.cuda.synchronize()
     with _late_copies(100 * LATE_CYCLES):
         transfer = link.copy(target, source)

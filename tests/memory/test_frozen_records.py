@@ -18,6 +18,7 @@ import colossal_lite as cl
 from colossal_lite.engine.engine import Engine
 from colossal_lite.many.worker import Order, Worker
 from colossal_lite.memory.disk_layout import PAGE_BYTES
+from colossal_lite.memory.frozen_chunk import same_bits
 from colossal_lite.memory.frozen_records import FrozenError, FrozenHandle, FrozenRecords, record_name
 from tests.many.tasks import CONFIG, adapted
 from tests.shared.parity import Case, start
@@ -67,6 +68,18 @@ def test_equal_ones_are_one_and_its_memory_ends_with_the_last_user() -> None:
     for each in (other, named, again):
         records.give(each)
     assert records.taken_bytes == PAGE_BYTES
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_records_are_compared_by_bits_at_any_length_and_offset(numel: int, dtype: torch.dtype) -> None:
+    room = torch.full((numel + 1,), float("nan"), dtype=dtype)
+    for first in (0, 1):
+        one = room[first : first + numel]
+        other = one.clone()
+        assert same_bits(one, other), "NaN is the same as itself"
+        other[-1] = -0.0
+        assert not same_bits(one, other) and not same_bits(other, torch.where(other == 0, 0.0, other))
 
 
 def test_a_stated_base_that_differs_is_refused_and_one_that_others_use_is_not_changed() -> None:

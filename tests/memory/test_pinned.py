@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import resource
 
+import pytest
 import torch
 
 from colossal_lite.memory.disk_layout import PAGE_BYTES
-from colossal_lite.memory.pinned import host_pages, host_room, locked, pages, zeros_on
+from colossal_lite.memory.pinned import host_pages, host_room, locked, make_pages, pages, zeros_on
 from colossal_lite.observe.memory_meter import AllocatedBytes, LiveBytes
 
 CPU = torch.device("cpu")
@@ -45,6 +46,25 @@ def test_pages_are_locked_for_as_long_as_any_part_of_them_lives() -> None:
     del part
     gc.collect()
     assert runtime.locked == {}
+
+
+def test_what_cannot_be_locked_is_a_pinned_copy_that_has_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    room, pinned = pages(2**20 + 1, CPU).fill_(7), list[torch.Tensor]()
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    with pytest.warns(UserWarning, match="could not be locked in place"):
+        held = locked(room, Runtime(), CPU)
+    assert held is pinned[0] and torch.equal(held, room)
+
+
+def test_new_pages_are_made_and_stay_zeros() -> None:
+    room = pages(3 * PAGE_BYTES, CPU)
+    make_pages(room)
+    assert not room.any()
 
 
 def test_rooms_beside_no_gpu_are_plain_memory_and_on_meta_none() -> None:
