@@ -22,6 +22,7 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.data.fingerprint import fingerprint
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.transfers import to_device
+from colossal_lite.numerics.precision import DTYPES
 
 REPLICA = ("pipeline", "sequence", "tensor")
 STAGE = ("data", "sequence", "tensor")
@@ -108,32 +109,35 @@ class RankComparison:
     @contextmanager
     def forward(self, batch: Batch) -> Iterator[None]:
         """Context of a forward: notes the buffers that it changes. Raises ValueError if it changes `batch`, and if it
-        fails at a buffer of another dtype than the weights."""
+        fails at a buffer or an argument of another dtype than the weights."""
         for name in self._buffers:
             self._look_at(name)
         try:
             with batch.unchanged():
                 yield
         except RuntimeError as error:
-            self._explain_dtypes(error)
+            self._explain_dtypes(error, batch)
             raise
         for name in self._buffers:
             before = self._looked_at[name]
             if self._look_at(name) is not before and int(self._looked_at[name].mark) != int(before.mark):
                 self._changed.add(name)
 
-    def _explain_dtypes(self, error: RuntimeError) -> None:
-        """Raises ValueError for what torch says of two dtypes, if a buffer has another one than the weights."""
+    def _explain_dtypes(self, error: RuntimeError, batch: Batch) -> None:
+        """Raises ValueError for what torch says of two dtypes, if a buffer or an argument has another one than the
+        weights. None is cast here: a model that casts its arguments itself would compute with other values."""
         said, weights = str(error).partition("\n")[0], {p.dtype for p in self.model.parameters()}
-        if "dtype" not in said and "scalar type" not in said:
+        if not any(words in said for words in ("dtype", "scalar type", "bias type", "weight type")):
             return
-        for name in self._buffers:
-            buffer = self._buffer(name)
-            if buffer.is_floating_point() and buffer.dtype not in weights:
+        found = {f"its buffer {name}": self._buffer(name) for name in self._buffers}
+        found |= {f"its argument {name}": x for name, x in batch.tensors.items() if x is not batch.labels}
+        for name, value in found.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in weights:
+                theirs = " or ".join(sorted(map(str, weights)))
+                other = next((f", or precision={p!r}" for p, d in DTYPES.items() if d == value.dtype), "")
                 raise ValueError(
-                    f"model: {said}; its buffer {name} is {buffer.dtype}, its weights are "
-                    f"{', '.join(sorted(map(str, weights)))}; legal: .to(x.dtype) where the forward reads it, "
-                    f"or precision='fp32'"
+                    f"model: {said}; {name} is {value.dtype}, its weights are {theirs}; legal: .to({theirs}) where the "
+                    f"forward reads it{other}"
                 ) from error
 
     def _look_at(self, name: str) -> _Buffer:

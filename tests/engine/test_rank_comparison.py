@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -222,3 +223,36 @@ def test_a_buffer_of_another_dtype_than_the_weights_that_stops_a_forward_is_name
         ):
             engine.train_step((ids, ids.roll(-1, 1)))
         engine.close()
+
+
+class Pictures(nn.Module):
+    """Of [B, 3, 8, 8]. `casts`: as some models do themselves."""
+
+    def __init__(self, casts: bool) -> None:
+        super().__init__()
+        self.casts, self.first, self.head = casts, nn.Conv2d(3, 4, 3), nn.Linear(144, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.head.weight.dtype) if self.casts else x
+        out: Tensor = self.head(self.first(x).relu().flatten(1))
+        return out
+
+
+@pytest.mark.parametrize("precision, legal", [("bf16", "torch.bfloat16"), ("fp64", "torch.float64")])
+def test_inputs_of_another_dtype_than_the_weights_are_named_unless_the_model_casts_them(
+    precision: str, legal: str
+) -> None:
+    pictures = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+    with cl.launch(dict(precision=precision, seed=1)) as context:
+        one, other = (
+            cl.initialize(partial(Pictures, casts), context=context, criterion=nn.functional.cross_entropy)
+            for casts in (True, False)
+        )
+        loss = float(one.train_step(pictures).loss)
+        for call in (other.train_step, other.eval_step):
+            with pytest.raises(
+                ValueError, match=rf"model: .*; its argument inputs is torch.float32, .*{legal}; legal: "
+            ):
+                call(pictures)
+        cast = pictures[0].to(getattr(torch, legal.removeprefix("torch.")))
+        assert float(other.train_step((cast, pictures[1])).loss) == loss

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.checkpoint.files import inspect, listed
@@ -110,6 +111,42 @@ def test_a_run_gives_the_losses_of_a_loop_by_hand_and_the_loss_of_the_whole_held
     assert rows(whole / "evaluation.jsonl")[-1]["loss"] == pytest.approx(truth["valid"], rel=1e-12)
     assert [path.name for path in listed(whole / "checkpoints")] == [f"step-0000000{n}" for n in (9, 8, 4)]
     assert sorted(path.name for path in (whole / "logs").iterdir()) == ["rank-00000.log", "rank-00001.log"]
+
+
+class Regression(nn.Module):
+    """Of vectors, with a loss that is not of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+def squares(output: Tensor, labels: Tensor) -> Tensor:
+    return (output - labels).square().mean()
+
+
+@pytest.mark.parametrize("by_module", [True, False], ids=["a module", "a function"])
+def test_a_run_of_vectors_with_a_criterion_of_ones_own_logs_every_step(
+    by_module: bool, tmp_path: Path
+) -> None:
+    data = list(
+        torch.randn(12, 2, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64).unbind()
+    )
+    pairs = [(row[0], row[1]) for row in data]
+    with cl.launch(CONFIG, rank=0, world_size=1) as context:
+        model = Regression().double() if by_module else Regression
+        engine = cl.initialize(model, context=context, criterion=squares)
+        run = cl.Run(tmp_path, engine)
+        losses = [float(run.step(batch).loss) for batch in run.batches(pairs, steps=4, global_batch=4)]
+        report = engine.memory_report()
+    assert len(losses) == 4
+    assert [row["loss"] for row in rows(tmp_path / "metrics.jsonl")] == pytest.approx(losses, rel=1e-12)
+    assert {row.kind for row in report} >= {"weights", "gradients", "optimizer", "activations"}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
