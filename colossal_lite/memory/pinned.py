@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.memory.disk_layout import PAGE_BYTES
+from colossal_lite.memory.transfers import in_pinned_memory
 
 
 def give_back_freed() -> None:
@@ -90,7 +91,7 @@ def locked(room: Tensor, runtime: Any, beside: torch.device) -> Tensor:
         f"taken from torch's pinned memory, which rounds up to a power of two",
         stacklevel=2,
     )
-    return room.pin_memory()
+    return in_pinned_memory(room)
 
 
 def make_pages(room: Tensor) -> None:
