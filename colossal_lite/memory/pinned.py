@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from colossal_lite.memory.disk_layout import PAGE_BYTES
-from colossal_lite.memory.transfers import in_pinned_memory
 
 
 def give_back_freed() -> None:
@@ -91,7 +90,7 @@ def locked(room: Tensor, runtime: Any, beside: torch.device) -> Tensor:
         f"taken from torch's pinned memory, which rounds up to a power of two",
         stacklevel=2,
     )
-    return in_pinned_memory(room)
+    return torch.zeros(room.numel(), dtype=torch.uint8, pin_memory=True).copy_(room)
 
 
 def make_pages(room: Tensor) -> None:

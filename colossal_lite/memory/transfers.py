@@ -30,7 +30,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """A small tensor on `device`, itself if it is there. The host goes on at once; `host_copy` finds what it sent."""
     if tensor.device == device or device.type != "cuda" or tensor.device.type != "cpu":
         return to_device(tensor, device)
-    there = to_device(tensor if tensor.is_pinned() else in_pinned_memory(tensor), device)
+    there = to_device(tensor if tensor.is_pinned() else tensor.pin_memory(), device)
     setattr(there, _SENT, (tensor, there._version))
     return there
 
@@ -59,11 +59,6 @@ def copy_into(target: Tensor, source: Tensor) -> None:
     """Copy `source` to `target` of its shape. From a GPU it has the dtype of `target` before it is copied: torch copies
     first, to new memory whose pages cost twenty times as much."""
     target.copy_(source.to(target.dtype) if source.is_cuda else source)
-
-
-def in_pinned_memory(tensor: Tensor) -> Tensor:
-    """A copy of a tensor of the host, in torch's pinned memory."""
-    return tensor.pin_memory()
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+from typing import Any
 
 import pytest
 import torch
@@ -49,15 +50,16 @@ def test_pages_are_locked_for_as_long_as_any_part_of_them_lives() -> None:
 
 
 def test_what_cannot_be_locked_is_a_pinned_copy_that_has_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    room, pinned = pages(2**20 + 1, CPU).fill_(7), list[torch.Tensor]()
+    room, zeros = pages(2**20 + 1, CPU).fill_(7), torch.zeros
+    pinned = list[torch.Tensor]()
 
-    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.append(tensor.clone())
+    def made(*size: Any, pin_memory: bool, **more: Any) -> torch.Tensor:
+        pinned.append(zeros(*size, **more))
         return pinned[-1]
 
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch, "zeros", made)
     with pytest.warns(UserWarning, match="could not be locked in place"):
-        held = locked(room, Runtime(), CPU)
+        held = locked(room, Runtime(), torch.device("meta"))
     assert held is pinned[0] and torch.equal(held, room)
 
 
