@@ -105,6 +105,42 @@ class _CrossEntropy(torch.autograd.Function):
         return dz, None, None, None, None
 
 
+def whole_(
+    logits: Tensor,
+    labels: Tensor,
+    seed: float | None,
+    ignore_index: int = -100,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Sum over valid rows of logits [N, V] that have the whole vocabulary, by torch's softmax, in float32 or better.
+    With a seed the logits become the gradient of seed * sum."""
+    total = torch.zeros((), dtype=_acc(logits), device=logits.device)
+    valid = labels != ignore_index
+    label, counts = torch.where(valid, labels, 0)[:, None], valid[:, None]
+    weight = None if seed is None else counts * torch.full_like(total, seed)
+    for rows in _blocks(logits):
+        log_p = torch.log_softmax(logits[rows], dim=1, dtype=total.dtype)
+        at = log_p.gather(1, label[rows])
+        lse = logits[rows].gather(1, label[rows]).to(at.dtype) - at if z_loss else at
+        loss = -at
+        if smoothing:
+            loss += smoothing * (at - log_p.mean(dim=1, keepdim=True))
+        if z_loss:
+            loss += z_loss * lse.square()
+        total += torch.where(counts[rows], loss, 0.0).sum()
+        if weight is None:
+            continue
+        p = log_p.exp_()
+        if z_loss:
+            p.mul_(1.0 + 2.0 * z_loss * lse)
+        if smoothing:
+            p.sub_(smoothing / p.shape[1])
+        p.scatter_add_(1, label[rows], torch.full_like(at, -(1.0 - smoothing)))
+        logits[rows] = p.mul_(weight[rows])
+    return total
+
+
 def partial(logits: Tensor, labels: Tensor, start: int, vocabulary: int | None = None) -> Tensor:
     """What one rank knows: [N, 3]: lse of its columns, logit of the label (0 if it is elsewhere), sum of its logits.
 

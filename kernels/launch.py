@@ -206,13 +206,17 @@ def programs(device: torch.device) -> int:
 
 def check_alike(op: str, **tensors: Tensor | None) -> None:
     """Raises ValueError unless all tensors given are floating, and of the first one's dtype and on its device."""
-    (first, x), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
-    if not x.is_floating_point():
-        raise ValueError(f"{op}: {first} is {x.dtype}; legal is a floating dtype")
-    for name, other in others:
-        if other.dtype != x.dtype:
+    first, x = "", None
+    for name, other in tensors.items():
+        if other is None:
+            continue
+        if x is None:
+            first, x = name, other
+            if not x.is_floating_point():
+                raise ValueError(f"{op}: {first} is {x.dtype}; legal is a floating dtype")
+        elif other.dtype != x.dtype:
             raise ValueError(f"{op}: {name} is {other.dtype}; legal is {x.dtype}, as {first}")
-        if other.device != x.device:
+        elif other.device != x.device:
             raise ValueError(f"{op}: {name} is on {other.device}; legal is {x.device}, as {first}")
 
 

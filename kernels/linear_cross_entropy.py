@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .cross_entropy import TRITON as PARTS
-from .cross_entropy import check_labels, check_range, combine, gradient, partial
+from .cross_entropy import check_labels, check_range, combine, gradient, partial, whole_
 from .cross_entropy import reference as whole_reference
 from .launch import INDEX, Takes, TritonOp, check_alike
 
@@ -126,30 +126,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         acc = torch.promote_types(x.dtype, torch.float32)
         total = torch.zeros((), dtype=acc, device=x.device)
-        seed = torch.full((), scale, dtype=acc, device=x.device)
         needs_dx, needs_dweight = (trains and needs for needs in ctx.needs_input_grad[:2])
+        seed = scale if needs_dx or needs_dweight else None
+        is_whole = (
+            gather is None and partial_of is partial and options[:2] == (0, len(weight)) and not x.is_cuda
+        )
+
+        def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+            """The sum of a chunk. Its logits become their gradient, if there is one."""
+            if is_whole:
+                return whole_(logits, labels, seed, *options[2:])
+            stats = partial_of(logits, labels, *options[:2])
+            loss, _, lse = combine(stats[None] if gather is None else gather(stats), labels, *options[1:])
+            if seed is not None:
+                d_total = torch.full((), seed, dtype=acc, device=x.device)
+                gradient_of(d_total, logits, labels, lse, *options, out=logits)
+            return loss
+
         dx = torch.empty_like(x) if needs_dx else None
         dweight: Tensor | None = None
         for begin in range(0, max(len(x), 1), rows):
             part = slice(begin, begin + rows)
             logits = x[part] @ weight.T
-            stats = partial_of(logits, labels[part], *options[:2])
-            stats = stats[None] if gather is None else gather(stats)
-            loss, _, lse = combine(stats, labels[part], *options[1:])
-            total += loss
-            if not (needs_dx or needs_dweight):
-                continue
-            d_logits = gradient_of(seed, logits, labels[part], lse, *options, out=logits)
+            total += loss_of(logits, labels[part])
             if dx is not None:
-                torch.mm(d_logits, weight, out=dx[part])
+                torch.mm(logits, weight, out=dx[part])
             if needs_dweight and len(x) <= rows:
-                dweight = d_logits.T @ x
+                dweight = logits.T @ x
             elif needs_dweight:
                 dweight = (
                     torch.zeros(weight.shape, dtype=acc, device=x.device) if dweight is None else dweight
                 )
-                _add_product(dweight, d_logits.T, x[part])
-            del logits, d_logits  # before the next chunk's
+                _add_product(dweight, logits.T, x[part])
+            del logits  # before the next chunk's
         ctx.save_for_backward(dx, None if dweight is None else dweight.to(weight.dtype))
         ctx.scale = scale
         return total

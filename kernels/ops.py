@@ -256,8 +256,10 @@ class Dropout(nn.Module):
 
     def for_a_kernel(self, x: Tensor) -> tuple[Tensor, float, Rows | None]:
         """(x, p, rows) for an op that drops elements of x.  rows is None where it has nothing to drop."""
-        if not self.training or self.p == 0.0 or self.rows is None:
-            return nn.functional.dropout(x, self.p, self.training), 0.0, None
+        if not self.training or self.p == 0.0:
+            return x, 0.0, None
+        if self.rows is None:
+            return nn.functional.dropout(x, self.p), 0.0, None
         return x, self.p, self.rows()
 
     def extra_repr(self) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -55,6 +56,7 @@ class Mesh:
         watch: Watchdog | None = None,
     ) -> None:
         self.layout, self.rank, self.coords = layout, rank, layout.coords(rank)
+        self._size, self._coord = cache(layout.size), cache(partial(layout.coord, rank))  # a step asks often
         self.ledger = Ledger()
         self._groups, self._exchange = groups or {}, exchange
         self._hosts = tuple(hosts)
@@ -135,10 +137,10 @@ class Mesh:
         return self.layout.world_size
 
     def size(self, *names: str) -> int:
-        return self.layout.size(*names)
+        return self._size(*names)
 
     def coord(self, *names: str) -> int:
-        return self.layout.coord(self.rank, *names)
+        return self._coord(*names)
 
     def axis(self, *names: str) -> Communicator:
         """The communicator along these axes; ValueError names the axes that exist."""

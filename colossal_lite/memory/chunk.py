@@ -361,8 +361,8 @@ class Chunk(LocalShard, WeightChunk):
     def accept(self, index: int, gradient: Tensor, *, seed: float = 1.0) -> None:
         """Add the gradient of entry `index` from one micro-batch, whose backward was seeded with `seed`."""
         self.move(GradientState.ACCUMULATING)
-        entry, adds = self.spec.entries[index], self._filled[index]
-        target = self._to_accumulate()[entry.start : entry.stop].view(gradient.shape)
+        adds = self._filled[index]
+        target = self.of(self._to_accumulate(), self.spec.entries[index], gradient.shape)
         if gradient.dim() == 1 and self._vectors.most > 1:
             self._vectors.add(index, target, gradient, 1.0 / seed, adds=adds)
         else:

@@ -358,7 +358,7 @@ class WeightChunk:
 
     def _show(self) -> None:
         for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
-            parameter.data = self.full_weight[entry.start : entry.stop].view(parameter.shape)
+            parameter.data = self.of(self.full_weight, entry, parameter.shape)
 
     def _hide(self) -> None:
         for parameter, placeholder in zip(self._parameters, self._placeholders, strict=True):
@@ -395,8 +395,14 @@ class WeightChunk:
         return slice(first - self.owned[0], last - self.owned[0]), first - entry.start
 
     def of(self, buffer: Tensor, entry: Entry, shape: torch.Size) -> Tensor:
-        """One entry's part of a full flat buffer [numel], in the parameter's shape."""
-        return buffer[entry.start : entry.stop].view(shape)
+        """One entry's part of a full flat buffer [numel], in the parameter's shape. In one call of torch: a step makes
+        two for each parameter."""
+        assert shape.numel() == entry.stop - entry.start and buffer.stride() == (1,)
+        strides, step = list[int](), 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= size
+        return buffer.as_strided(shape, strides[::-1], buffer.storage_offset() + entry.start)
 
     def whole(self, owned: Tensor) -> Tensor:
         """Gathers all elements [numel] of a buffer whose parts [owned] the ranks hold. Collective where it is

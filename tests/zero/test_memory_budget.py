@@ -141,10 +141,10 @@ def _extent(env: RankEnv, case: Case, **more: Any) -> tuple[int, int]:
     return least, whole
 
 
-def _free(env: RankEnv, case: Case, **more: Any) -> StatePlacement:
+def _free(env: RankEnv, case: Case, *, criterion: Any = None, **more: Any) -> StatePlacement:
     """What there is to place in a run."""
     with env.launch(replace(case, config={**case.config, **auto(2**40, **more)}).full_config) as context:
-        engine = start(case, context)
+        engine = start(case, context, criterion=criterion)
         cut = context.local_batch(case.global_batch)
         inputs, labels = case.batch(0)
         engine.train_step((inputs[cut], labels[cut]))

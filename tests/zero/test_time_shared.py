@@ -199,8 +199,8 @@ SHARE_OF = {1: 0.4, 2: 0.05}
 """With time-shared gradients, or last sums."""
 
 
-def budget_of(env: RankEnv, case: Case, share: float) -> dict[str, Any]:
-    least, whole = _extent(env, case)
+def budget_of(env: RankEnv, case: Case, share: float, criterion: Any = None) -> dict[str, Any]:
+    least, whole = _extent(env, case, criterion=criterion)
     memory: dict[str, Any] = auto(round(least + share * (whole - least)))["memory"]
     return memory
 
@@ -211,7 +211,8 @@ def story(
     """A step, what comes then, two more, within a `share` of what lies between the least and all; and of how many
     chunks weights, gradients and last sums share memory."""
     with patched(*FAULTS[fault][0]) if fault else nullcontext():
-        memory = dict[str, Any]() if share is None else budget_of(env, case, share)
+        criterion = Loss() if event == "skipped" else None  # which takes memory of its own
+        memory = dict[str, Any]() if share is None else budget_of(env, case, share, criterion)
         full = replace(case, config=dict(case.config) | dict(memory=memory)).full_config
         store = cl.HostStore()
         with env.launch(full) as context:
