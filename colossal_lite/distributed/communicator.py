@@ -83,18 +83,22 @@ class PendingCollective:
 
     def wait(self) -> Tensor:
         if not self._done:
-            start = mark(self._result.device)
-            try:
-                with self._comm.waiting():
-                    for work in self._works:
-                        work.wait()
-            except RuntimeError as error:
-                raise self._comm.failure(self._what, error, self._call, self._peers) from error
-            self._finish()
+            if self._works or self._finish is not nothing:  # else it is of one rank, or only counted
+                self._end()
             self._works, self._finish, self._holds = (), nothing, ()  # free what they hold
             self._done = True
-            self._comm.ledger.waits.add(start, mark(self._result.device))
         return self._result
+
+    def _end(self) -> None:
+        start = mark(self._result.device)
+        try:
+            with self._comm.waiting():
+                for work in self._works:
+                    work.wait()
+        except RuntimeError as error:
+            raise self._comm.failure(self._what, error, self._call, self._peers) from error
+        self._finish()
+        self._comm.ledger.waits.add(start, mark(self._result.device))
 
 
 class Communicator:
@@ -371,10 +375,10 @@ class Communicator:
         On a recording communicator that shares memory, `posted` is in shared memory and `kept` is held to the end.
         Elsewhere `landed` are the parts of others, and all is held to the end.
         """
+        if self.size == 1:
+            return PendingCollective(self, what or counted or "", result)
         tag = f"{what or counted} of {_kind(payload)}"
         description = tag + (f" ({about})" if about else "")
-        if self.size == 1:
-            return PendingCollective(self, description, result)
         if self._watch and (reason := self._watch.progress.broken):
             raise CommError(f"rank {self.rank}: {description} on axis {self.axis!r}: {refusal(reason)}")
         for _ in range(max(1, len(peers)) if counted else 0):
