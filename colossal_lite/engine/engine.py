@@ -119,6 +119,8 @@ class Engine:
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
         self._randomness = CountedOnly(context.device)
         self._loss = Loss(done, criterion)
+        # whether ranks have different parts of a batch
+        self._is_shared = mesh.size("data", "sequence") * config.parallel.tensor.sample_parts > 1
         # Ranks of one data coordinate compute the same loss. One of those with the last stage reports it.
         self._tells_loss = done.strategy.owns_loss and built.stages.last in built.stages.here
         self._open = OpenStep(LossScale.of(config.precision), context.device)
@@ -477,6 +479,7 @@ class Engine:
 
     def _run(self, parts: tuple[Batch, ...], sums: LocalSums) -> None:
         """Run the plan of a step on its micro-batches; add loss and weight to `sums`."""
+        self._loss.is_cut = len(parts) > 1 or self._is_shared
         trains = torch.is_grad_enabled()
         shapes = [(trains, part.size, *part.inputs.shape[1:], part.inputs.dtype) for part in parts]
         knows_shapes = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})

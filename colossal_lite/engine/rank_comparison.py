@@ -124,8 +124,8 @@ class RankComparison:
                 self._changed.add(name)
 
     def _explain_dtypes(self, error: RuntimeError, batch: Batch) -> None:
-        """Raises ValueError for what torch says of two dtypes, if a buffer or an argument has another one than the
-        weights. None is cast here: a model that casts its arguments itself would compute with other values."""
+        """Raises ValueError for what torch says of two dtypes, if a buffer or an argument has another than the weights.
+        None is cast here. A model that casts its arguments itself would compute with other values."""
         said, weights = str(error).partition("\n")[0], {p.dtype for p in self.model.parameters()}
         if not any(words in said for words in ("dtype", "scalar type", "bias type", "weight type")):
             return

@@ -56,9 +56,9 @@ def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
-    """Copy `source` to `target` of its shape. From a GPU it has the dtype of `target` before it is copied: torch copies
-    first, to new memory whose pages cost twenty times as much."""
-    target.copy_(source.to(target.dtype) if source.is_cuda else source)
+    """Copy `source` to `target` of its shape. From a GPU to the host it has the dtype of `target` before it is copied:
+    torch copies first, to new memory whose pages cost twenty times as much."""
+    target.copy_(source.to(target.dtype) if source.is_cuda and not target.is_cuda else source)
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ over the vocabulary or not.  A user's own criterion gets full logits, and is wei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -96,6 +97,11 @@ class Loss:
 
     parallelized: _Parallelized
     criterion: Criterion | ModelLoss | None
+    is_cut: bool = False
+    """Whether others have a part of the batch: its loss is then put together from those of the parts."""
+    _is_mean: bool = field(default=False, init=False)
+    _sample: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+    """Logits and labels of a micro-batch of one sample, until the next."""
 
     def asked(self, batch: Batch) -> Batch:
         """What the model is called with, to give a loss if it is asked for its own."""
@@ -146,9 +152,50 @@ class Loss:
         if isinstance(result, tuple) and len(result) == 2:
             return result
         if isinstance(result, Tensor) and result.dim() == 0:
+            if self.is_cut and not self._is_mean:
+                self._is_mean = self._adds_up(whole.detach(), labels, result.detach())
             return result.to(torch.promote_types(result.dtype, torch.float32)) * valid, valid
         raise ValueError(
             f"criterion returned {type(result).__name__}; legal: a tuple (sum, count), or a 0-d tensor that is a mean"
+        )
+
+    def _adds_up(self, whole: Tensor, labels: Tensor, given: Tensor) -> bool:
+        """Whether what it has `given` is made by what it gives for two halves of the samples, weighted by labels.
+        False where that cannot be seen yet. It is called twice more.
+
+        Raises ValueError if it is not. A sum, a mean of other counts or a loss of pairs of samples is another one when
+        a batch is cut."""
+        assert callable(self.criterion)
+        if len(whole) != len(labels):
+            return True  # not by sample
+        is_seen = len(labels) > 1
+        with torch.no_grad():
+            if not is_seen:  # beside the sample before it, the first beside itself
+                before, self._sample = self._sample or (whole, labels), (whole, labels)
+                is_seen = before[0] is not whole and before[0].shape == whole.shape
+                before = before if is_seen else (whole, labels)
+                whole, labels = torch.cat([before[0], whole]), torch.cat([before[1], labels])
+                given = self.criterion(whole, labels)
+            halves = list(zip(whole.tensor_split(2), labels.tensor_split(2), strict=True))
+            counts = [int((part != -100).sum()) for _, part in halves]
+            if 0 in counts:
+                return False
+            parts = [float(self.criterion(*half)) for half in halves]
+        made = sum(part * count for part, count in zip(parts, counts, strict=True)) / sum(counts)
+        eps = [
+            torch.finfo(dtype).eps for dtype in (given.dtype, torch.promote_types(whole.dtype, torch.float32))
+        ]
+        slack = 16 * max(eps[0], eps[1] * sum(counts) ** 0.5)
+        most = max(abs(float(given)), *map(abs, parts))
+        if not math.isfinite(most) or abs(made - float(given)) <= slack * most:
+            if is_seen:
+                self._sample = None
+            return is_seen
+        raise ValueError(
+            f"criterion: it gives {float(given):.6g} for {len(labels)} samples. Their halves have {counts[0]} and "
+            f"{counts[1]} labels and give {parts[0]:.6g} and {parts[1]:.6g}. These make {made:.6g}. So a batch cut by "
+            f"parallel.data or gradient_accumulation has another loss. Legal: a mean over all labels that are not "
+            f"-100, or (sum, count) of what parts add up to"
         )
 
 

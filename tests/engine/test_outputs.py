@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import colossal_lite as cl
 from colossal_lite.parallel.loss import logits_of
-from tests.shared.pool import RankEnv, run_world
+from tests.shared.pool import RankEnv, WorldError, run_world
 
 CONFIG: dict[str, Any] = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), timeout_s=30)
 PLAN = {"layers.0": "embedding", "layers.1": "lm_head"}
@@ -127,3 +129,74 @@ def misused(env: RankEnv, how: str) -> str:
 )
 def test_what_is_misunderstood_is_told(how: str, says: str) -> None:
     assert says in run_world(misused, 1, how)[0]
+
+
+# ---- losses of parts ----
+
+LABELS = torch.tensor([0, 1, 2, 3, -100, 2, 0, 3])
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5], dtype=torch.float64)
+
+
+def of_pairs(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each sample beside all others, as contrastive losses have it."""
+    return F.cross_entropy(logits @ logits.T, torch.arange(len(labels)))
+
+
+def of_parts(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """A weighted mean as a sum of its own."""
+    weights = torch.where(labels == -100, 0.0, CLASS_WEIGHTS[labels.clamp(min=0)])
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return (losses * weights).sum(), weights.sum()
+
+
+ADDS_UP = dict(
+    mean=F.cross_entropy, smoothed=partial(F.cross_entropy, label_smoothing=0.1), parts=of_parts,
+)  # fmt: skip
+DOES_NOT = dict(
+    sum=partial(F.cross_entropy, reduction="sum"), weighted=partial(F.cross_entropy, weight=CLASS_WEIGHTS),
+    pairs=of_pairs,
+)  # fmt: skip
+
+
+def vectors_with(criterion: Any, labels: Tensor, **config: Any) -> float:
+    """The loss of a step of a linear."""
+    with cl.launch(dict(precision="fp64", seed=3) | config, rank=0, world_size=1) as context:
+        engine = cl.initialize(lambda: nn.Linear(6, 4), context=context, criterion=criterion)
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return float(engine.train_step((inputs, labels)).loss)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4, 8])
+@pytest.mark.parametrize("name", [*ADDS_UP, *DOES_NOT])
+def test_a_criterion_whose_parts_do_not_add_up_is_refused_where_a_batch_is_cut(
+    name: str, micro_batches: int
+) -> None:
+    criterion: Any = (ADDS_UP | DOES_NOT)[name]
+    whole = vectors_with(criterion, LABELS)
+    if name in ADDS_UP:
+        assert vectors_with(criterion, LABELS, gradient_accumulation=micro_batches) == pytest.approx(
+            whole, rel=1e-13
+        )
+        return
+    with pytest.raises(
+        ValueError, match="criterion: it gives .*Legal: a mean over all labels that are not -100, or"
+    ):
+        vectors_with(criterion, LABELS, gradient_accumulation=micro_batches)
+
+
+def in_data_ranks(env: RankEnv, name: str) -> float:
+    with env.launch(dict(precision="fp64", seed=3)) as context:
+        engine = cl.initialize(lambda: nn.Linear(6, 4), context=context, criterion=(ADDS_UP | DOES_NOT)[name])
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        own = context.local_batch(8)
+        return float(engine.train_step((inputs[own], LABELS[own])).loss)
+
+
+@pytest.mark.parametrize("name", ["mean", "weighted"])
+def test_so_is_one_beside_other_ranks(name: str) -> None:
+    if name == "weighted":
+        with pytest.raises(WorldError, match="criterion: it gives"):
+            run_world(in_data_ranks, 2, name)
+        return
+    whole = vectors_with(ADDS_UP[name], LABELS)
+    assert run_world(in_data_ranks, 2, name) == [pytest.approx(whole, rel=1e-13)] * 2
