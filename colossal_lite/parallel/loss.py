@@ -182,10 +182,8 @@ class Loss:
                 return False
             parts = [float(self.criterion(*half)) for half in halves]
         made = sum(part * count for part, count in zip(parts, counts, strict=True)) / sum(counts)
-        eps = [
-            torch.finfo(dtype).eps for dtype in (given.dtype, torch.promote_types(whole.dtype, torch.float32))
-        ]
-        slack = 16 * max(eps[0], eps[1] * sum(counts) ** 0.5)
+        wide = torch.finfo(torch.promote_types(whole.dtype, torch.float32)).eps
+        slack = max(4 * torch.finfo(given.dtype).eps, 16 * wide * sum(counts) ** 0.5)
         most = max(abs(float(given)), *map(abs, parts))
         if not math.isfinite(most) or abs(made - float(given)) <= slack * most:
             if is_seen:
