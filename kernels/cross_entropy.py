@@ -116,9 +116,10 @@ def whole_(
     """Sum over valid rows of logits [N, V] that have the whole vocabulary, by torch's softmax, in float32 or better.
     With a seed the logits become the gradient of seed * sum."""
     total = torch.zeros((), dtype=_acc(logits), device=logits.device)
+    at_label = torch.full((), -(1.0 - smoothing), dtype=total.dtype, device=logits.device)
     valid = labels != ignore_index
     label, counts = torch.where(valid, labels, 0)[:, None], valid[:, None]
-    weight = None if seed is None else counts * torch.full_like(total, seed)
+    weight = None if seed is None else counts * torch.full((), seed, dtype=total.dtype, device=total.device)
     for rows in _blocks(logits):
         log_p = torch.log_softmax(logits[rows], dim=1, dtype=total.dtype)
         at = log_p.gather(1, label[rows])
@@ -136,7 +137,7 @@ def whole_(
             p.mul_(1.0 + 2.0 * z_loss * lse)
         if smoothing:
             p.sub_(smoothing / p.shape[1])
-        p.scatter_add_(1, label[rows], torch.full_like(at, -(1.0 - smoothing)))
+        p.scatter_add_(1, label[rows], at_label.expand(len(p), 1))
         logits[rows] = p.mul_(weight[rows])
     return total
 
