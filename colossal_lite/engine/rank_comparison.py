@@ -124,21 +124,27 @@ class RankComparison:
                 self._changed.add(name)
 
     def _explain_dtypes(self, error: RuntimeError, batch: Batch) -> None:
-        """Raises ValueError for what torch says of two dtypes, if a buffer or an argument has another than the weights.
-        None is cast here. A model that casts its arguments itself would compute with other values."""
+        """Raises ValueError for what torch says of two dtypes, if a buffer has another one than the weights. An
+        argument that has is noted. None is cast: a model that casts its own would compute with other values."""
         said, weights = str(error).partition("\n")[0], {p.dtype for p in self.model.parameters()}
         if not any(words in said for words in ("dtype", "scalar type", "bias type", "weight type")):
             return
-        found = {f"its buffer {name}": self._buffer(name) for name in self._buffers}
-        found |= {f"its argument {name}": x for name, x in batch.tensors.items() if x is not batch.labels}
-        for name, value in found.items():
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in weights:
-                theirs = " or ".join(sorted(map(str, weights)))
-                other = next((f", or precision={p!r}" for p, d in DTYPES.items() if d == value.dtype), "")
+        theirs = ", ".join(sorted(map(str, weights)))
+        for name in self._buffers:
+            buffer = self._buffer(name)
+            if buffer.is_floating_point() and buffer.dtype not in weights:
                 raise ValueError(
-                    f"model: {said}; {name} is {value.dtype}, its weights are {theirs}; legal: .to({theirs}) where the "
-                    f"forward reads it{other}"
+                    f"model: {said}; its buffer {name} is {buffer.dtype}, its weights are {theirs}; legal: "
+                    f".to(x.dtype) where the forward reads it, or precision='fp32'"
                 ) from error
+        for name, value in batch.tensors.items():
+            is_number = isinstance(value, Tensor) and value.is_floating_point() and name != "labels"
+            if is_number and value.dtype not in weights:
+                other = next((f", or precision={p!r}" for p, d in DTYPES.items() if d == value.dtype), "")
+                error.add_note(
+                    f"batch: {name} is {value.dtype}, and the model's weights are {theirs}. Legal: .to() that dtype in "
+                    f"the dataset, or first in the forward{other}"
+                )
 
     def _look_at(self, name: str) -> _Buffer:
         """The fingerprint of a buffer; the last one if the buffer was not written to since."""

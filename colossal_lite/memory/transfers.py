@@ -56,9 +56,10 @@ def copied_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:
-    """Copy `source` to `target` of its shape. From a GPU to the host it has the dtype of `target` before it is copied:
-    torch copies first, to new memory whose pages cost twenty times as much."""
-    target.copy_(source.to(target.dtype) if source.is_cuda and not target.is_cuda else source)
+    """Copy `source` to `target` of its shape. From a GPU to the host it has the dtype of `target` before it is copied,
+    if that is no larger. torch copies first, to new memory whose pages cost twenty times as much."""
+    comes_down = source.is_cuda and not target.is_cuda and target.itemsize <= source.itemsize
+    target.copy_(source.to(target.dtype) if comes_down else source)
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -397,7 +397,8 @@ class WeightChunk:
     def of(self, buffer: Tensor, entry: Entry, shape: torch.Size) -> Tensor:
         """One entry's part of a full flat buffer [numel], in the parameter's shape. In one call of torch: a step makes
         two for each parameter."""
-        assert shape.numel() == entry.stop - entry.start and buffer.stride() == (1,)
+        assert shape.numel() == entry.stop - entry.start and entry.stop <= buffer.numel()
+        assert buffer.stride() == (1,)
         strides, step = list[int](), 1
         for size in reversed(shape):
             strides.append(step)

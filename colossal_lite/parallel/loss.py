@@ -20,6 +20,8 @@ from colossal_lite.parallel.model_loss import ModelLoss as ModelLoss
 from colossal_lite.parallel.tensor_modes import TensorStrategy
 
 Criterion = Callable[[Tensor, Tensor], Any]
+MOST_JUDGED = 4
+"""Micro-batches of a run in which a criterion is judged: whether its parts add up."""
 LAST_ONLY = (
     "model: logits {shape} of one position for labels {labels}: the model gives those of the last position only, as it "
     "was called without labels. Legal: cl.initialize(..., criterion='model'), which hands them to it and trains on the "
@@ -99,9 +101,7 @@ class Loss:
     criterion: Criterion | ModelLoss | None
     is_cut: bool = False
     """Whether others have a part of the batch: its loss is then put together from those of the parts."""
-    _is_mean: bool = field(default=False, init=False)
-    _sample: tuple[Tensor, Tensor] | None = field(default=None, init=False)
-    """Logits and labels of a micro-batch of one sample, until the next."""
+    _judged: int = field(default=0, init=False)
 
     def asked(self, batch: Batch) -> Batch:
         """What the model is called with, to give a loss if it is asked for its own."""
@@ -141,6 +141,8 @@ class Loss:
         if valid == 0:
             return logits.sum() * 0.0, 0
         whole = strategy.whole_vocabulary(logits)
+        judges = self.is_cut and torch.is_grad_enabled() and self._judged < MOST_JUDGED
+        versions = (whole._version, labels._version) if judges else None  # it may write in them
         try:
             result = self.criterion(whole, labels)
         except Exception as error:
@@ -152,49 +154,67 @@ class Loss:
         if isinstance(result, tuple) and len(result) == 2:
             return result
         if isinstance(result, Tensor) and result.dim() == 0:
-            if self.is_cut and not self._is_mean:
-                self._is_mean = self._adds_up(whole.detach(), labels, result.detach())
+            if judges and versions == (whole._version, labels._version):
+                self._judged += 1
+                self._refuse_other_sums(whole.detach(), labels, result.detach())
             return result.to(torch.promote_types(result.dtype, torch.float32)) * valid, valid
         raise ValueError(
             f"criterion returned {type(result).__name__}; legal: a tuple (sum, count), or a 0-d tensor that is a mean"
         )
 
-    def _adds_up(self, whole: Tensor, labels: Tensor, given: Tensor) -> bool:
-        """Whether what it has `given` is made by what it gives for two halves of the samples, weighted by labels.
-        False where that cannot be seen yet. It is called twice more.
+    def _refuse_other_sums(self, whole: Tensor, labels: Tensor, result: Tensor) -> None:
+        """Compare the criterion's `result` with what it gives for two halves, weighted by their labels.
 
-        Raises ValueError if it is not. A sum, a mean of other counts or a loss of pairs of samples is another one when
-        a batch is cut."""
-        assert callable(self.criterion)
-        if len(whole) != len(labels):
-            return True  # not by sample
-        is_seen = len(labels) > 1
-        with torch.no_grad():
-            if not is_seen:  # beside the sample before it, the first beside itself
-                before, self._sample = self._sample or (whole, labels), (whole, labels)
-                is_seen = before[0] is not whole and before[0].shape == whole.shape
-                before = before if is_seen else (whole, labels)
-                whole, labels = torch.cat([before[0], whole]), torch.cat([before[1], labels])
-                given = self.criterion(whole, labels)
-            halves = list(zip(whole.tensor_split(2), labels.tensor_split(2), strict=True))
-            counts = [int((part != -100).sum()) for _, part in halves]
-            if 0 in counts:
-                return False
-            parts = [float(self.criterion(*half)) for half in halves]
-        made = sum(part * count for part, count in zip(parts, counts, strict=True)) / sum(counts)
-        wide = torch.finfo(torch.promote_types(whole.dtype, torch.float32)).eps
-        slack = max(4 * torch.finfo(given.dtype).eps, 16 * wide * sum(counts) ** 0.5)
-        most = max(abs(float(given)), *map(abs, parts))
-        if not math.isfinite(most) or abs(made - float(given)) <= slack * most:
-            if is_seen:
-                self._sample = None
-            return is_seen
+        Halves are of samples, or of the tokens of a single one. It is called twice more, on copies. Where it raises or
+        draws then, it is not judged. Raises ValueError if they differ. A sum, a mean of other counts or a loss of
+        pairs of samples is another one when a batch is cut."""
+        dim = 0 if labels.dim() and len(labels) > 1 else 1
+        by_token = labels.dim() == 2 and whole.dim() == 3 and not labels.is_floating_point()
+        if (
+            whole.shape[: dim + 1] != labels.shape[: dim + 1]
+            or (dim == 1 and not by_token)
+            or labels.shape[dim] < 2
+        ):
+            return
+        halves = list(zip(whole.tensor_split(2, dim), labels.tensor_split(2, dim), strict=True))
+        counts = [int((part != -100).sum()) for _, part in halves]
+        parts = [self._of_half(*half) for half in halves]
+        if 0 in counts or None in parts:
+            return
+        found = [part for part in parts if part is not None]
+        made = sum(part * count for part, count in zip(found, counts, strict=True)) / sum(counts)
+        given = float(result)
+        # terms of a loss may be as large as logits, and cancel
+        most = max(abs(given), *map(abs, found), float(torch.linalg.vector_norm(whole, math.inf)))
+        eps = [torch.finfo(dtype).eps for dtype in (whole.dtype, result.dtype, torch.float32)]
+        slack = max(4 * max(eps[:2]), 16 * eps[2] * sum(counts) ** 0.5)
+        if not math.isfinite(most + made) or abs(made - given) <= slack * most:
+            return
         raise ValueError(
-            f"criterion: it gives {float(given):.6g} for {len(labels)} samples. Their halves have {counts[0]} and "
-            f"{counts[1]} labels and give {parts[0]:.6g} and {parts[1]:.6g}. These make {made:.6g}. So a batch cut by "
-            f"parallel.data or gradient_accumulation has another loss. Legal: a mean over all labels that are not "
-            f"-100, or (sum, count) of what parts add up to"
+            f"criterion: it gives {given:.6g} for {sum(counts)} labels. Two halves, of {counts[0]} and {counts[1]}, "
+            f"give {found[0]:.6g} and {found[1]:.6g}. These make {made:.6g}. So a batch cut by parallel.data "
+            f"or gradient_accumulation has another loss. Legal: a mean over all labels that are not -100, or "
+            f"(sum, count) of what parts add up to"
         )
+
+    def _of_half(self, whole: Tensor, labels: Tensor) -> float | None:
+        """What the criterion gives for some samples; None if it raises there, or draws."""
+        assert callable(self.criterion)
+        devices = [whole.device] if whole.is_cuda else []
+
+        def states() -> list[Tensor]:
+            return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            before = states()
+            try:
+                found = self.criterion(whole.clone(), labels.clone())
+            except Exception:  # it may not take this size, and is never given it
+                return None
+            is_judged = (
+                isinstance(found, Tensor) and found.dim() == 0 and all(map(torch.equal, before, states()))
+            )
+            return float(found) if is_judged else None
 
 
 def refuse_means(outputs: Any, model: str) -> None:

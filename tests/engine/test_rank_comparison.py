@@ -250,9 +250,12 @@ def test_inputs_of_another_dtype_than_the_weights_are_named_unless_the_model_cas
         )
         loss = float(one.train_step(pictures).loss)
         for call in (other.train_step, other.eval_step):
-            with pytest.raises(
-                ValueError, match=rf"model: .*; its argument inputs is torch.float32, .*{legal}; legal: "
-            ):
+            with pytest.raises(RuntimeError) as caught:
                 call(pictures)
+            (note,) = caught.value.__notes__
+            assert note.startswith(
+                f"batch: inputs is torch.float32, and the model's weights are {legal}. Legal: .to()"
+            )
+            assert note.endswith("or precision='fp32'")
         cast = pictures[0].to(getattr(torch, legal.removeprefix("torch.")))
         assert float(other.train_step((cast, pictures[1])).loss) == loss
