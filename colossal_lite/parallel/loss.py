@@ -165,7 +165,7 @@ class Loss:
     def _refuse_other_sums(self, whole: Tensor, labels: Tensor, result: Tensor) -> None:
         """Compare the criterion's `result` with what it gives for two halves, weighted by their labels.
 
-        Halves are of samples, or of the tokens of a single one. It is called twice more, on copies. Where it raises or
+        Halves are of samples, or of the tokens of a single one. It is called twice more. Where it raises or
         draws then, it is not judged. Raises ValueError if they differ. A sum, a mean of other counts or a loss of
         pairs of samples is another one when a batch is cut."""
         dim = 0 if labels.dim() and len(labels) > 1 else 1
@@ -208,7 +208,7 @@ class Loss:
         with torch.no_grad(), torch.random.fork_rng(devices):
             before = states()
             try:
-                found = self.criterion(whole.clone(), labels.clone())
+                found = self.criterion(whole, labels)
             except Exception:  # it may not take this size, and is never given it
                 return None
             is_judged = (

@@ -202,7 +202,8 @@ def in_place(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def that_cancels(logits: Tensor, labels: Tensor) -> Tensor:
-    return (logits[:, 0] * torch.tensor([1.0, -1.0] * (len(logits) // 2), dtype=logits.dtype)).mean()
+    signs = torch.tensor([1.0, -1.0] * (len(logits) // 2), dtype=logits.dtype)
+    return ((1.0 + 1e-3 * logits[:, 0]) * signs).mean()
 
 
 def own_hook(logits: Tensor, labels: Tensor) -> Tensor:
