@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import colossal_lite as cl
-from colossal_lite.parallel.loss import logits_of
+from colossal_lite.parallel.loss import Loss, logits_of
 from tests.shared.pool import RankEnv, WorldError, run_world
 
 CONFIG: dict[str, Any] = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), timeout_s=30)
@@ -203,7 +203,7 @@ def in_place(logits: Tensor, labels: Tensor) -> Tensor:
 
 def that_cancels(logits: Tensor, labels: Tensor) -> Tensor:
     signs = torch.tensor([1.0, -1.0] * (len(logits) // 2), dtype=logits.dtype)
-    return ((1.0 + 1e-3 * logits[:, 0]) * signs).mean()
+    return (logits[:, 0] * signs).mean()
 
 
 def own_hook(logits: Tensor, labels: Tensor) -> Tensor:
@@ -226,6 +226,13 @@ def test_what_cannot_be_judged_or_adds_up_to_rounding_is_not_refused(name: str, 
         assert loss == pytest.approx(
             whole, rel=2e-2 if precision == "bf16" else 1e-6
         )  # three roundings to 8 bits
+
+
+def test_terms_of_a_loss_that_cancel_are_judged_by_their_size() -> None:
+    loss, labels = Loss(Any, that_cancels), torch.zeros(64, dtype=torch.int64)
+    for seed in range(20):
+        logits = 1.0 + 1e-3 * torch.randn(64, 2, generator=torch.Generator().manual_seed(seed))
+        loss._refuse_other_sums(logits, labels, that_cancels(logits, labels))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
