@@ -105,7 +105,7 @@ class _CrossEntropy(torch.autograd.Function):
         return dz, None, None, None, None
 
 
-def whole_(
+def cross_entropy_(
     logits: Tensor,
     labels: Tensor,
     seed: float | None,

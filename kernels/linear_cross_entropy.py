@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .cross_entropy import TRITON as PARTS
-from .cross_entropy import check_labels, check_range, combine, gradient, partial, whole_
+from .cross_entropy import check_labels, check_range, combine, cross_entropy_, gradient, partial
 from .cross_entropy import reference as whole_reference
 from .launch import INDEX, Takes, TritonOp, check_alike
 
@@ -135,7 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
             """The sum of a chunk. Its logits become their gradient, if there is one."""
             if is_whole:
-                return whole_(logits, labels, seed, *options[2:])
+                return cross_entropy_(logits, labels, seed, *options[2:])
             stats = partial_of(logits, labels, *options[:2])
             loss, _, lse = combine(stats[None] if gather is None else gather(stats), labels, *options[1:])
             if seed is not None:

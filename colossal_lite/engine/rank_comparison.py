@@ -109,7 +109,7 @@ class RankComparison:
     @contextmanager
     def forward(self, batch: Batch) -> Iterator[None]:
         """Context of a forward: notes the buffers that it changes. Raises ValueError if it changes `batch`, and if it
-        fails at a buffer or an argument of another dtype than the weights."""
+        fails at a buffer of another dtype than the weights. An error at an argument of another one gets a note."""
         for name in self._buffers:
             self._look_at(name)
         try:

@@ -233,6 +233,8 @@ def test_terms_of_a_loss_that_cancel_are_judged_by_their_size() -> None:
     for seed in range(20):
         logits = 1.0 + 1e-3 * torch.randn(64, 2, generator=torch.Generator().manual_seed(seed))
         loss._refuse_other_sums(logits, labels, that_cancels(logits, labels))
+        with pytest.raises(ValueError, match="criterion: it gives"):
+            loss._refuse_other_sums(logits, labels, 0.1 + that_cancels(logits, labels))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
