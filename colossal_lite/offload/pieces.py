@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from colossal_lite.memory.disk_layout import PAGE_BYTES
 from colossal_lite.schedule import step_moments
 from colossal_lite.schedule.interval_packing import LiveRange, most_at_once, pack_live_ranges, visits
-from colossal_lite.schedule.step_moments import UPDATES, Backwards, SharedInterval, moments_of_step
+from colossal_lite.schedule.step_moments import IN_FLIGHT, UPDATES, Backwards, SharedInterval, moments_of_step
 
 
 class StateKind(StrEnum):
@@ -62,13 +62,15 @@ class StagingBuffer(NamedTuple):
         return visits(sizes, self.width, self.what, last_first=self.form == "places, last first")
 
     def in_step(
-        self, sizes: Mapping[int, int], *, last: int = 0, backwards: Backwards = Backwards.LAST
+        self, sizes: Mapping[int, int], *, last: int = 0, backwards: Backwards = Backwards.LAST,
+        in_flight: int = IN_FLIGHT,
     ) -> tuple[LiveRange, ...]:  # fmt: skip
         """As `live_ranges`, by the moments of a step (schedule/step_moments.py), in these `backwards`;
-        `last`: the chunk of the highest number."""
+        `last`: the chunk of the highest number; `in_flight` as `sums_in_flight`."""
         live_ranges = self.live_ranges(sizes)
         if self.form == "places, last first":
-            return tuple(backwards.of(live_range, last) for live_range in moments_of_step(live_ranges))
+            ranges = moments_of_step(live_ranges, in_flight=in_flight)
+            return tuple(backwards.of(live_range, last) for live_range in ranges)
         return tuple(
             replace(live_range, start=live_range.start + UPDATES, stop=live_range.stop + UPDATES)
             for live_range in live_ranges
@@ -153,6 +155,8 @@ class StatePiece:
     """Of a gradient: micro-batches of a step."""
     last_sum: bool = False
     """Of a gradient: whether the sum of the last micro-batch is a piece by itself."""
+    in_flight: int = IN_FLIGHT
+    """Of a gradient: sums that begin before its own is over (`sums_in_flight`)."""
 
     @property
     def resting_bytes(self) -> int:

@@ -233,27 +233,31 @@ def _live_ranges_of(pieces: Sequence[StatePiece], on_host: frozenset[Name]) -> I
 
 
 class _Taker(NamedTuple):
-    """What takes a place on the device, of a chunk; sums of gradients leave in these backwards."""
+    """What takes a place on the device, of a chunk; sums of gradients leave in these backwards, and so many are in
+    flight."""
 
     what: StagingBuffer | SharedInterval
     chunk: int
     bytes: int
-    backwards: Backwards = Backwards.LAST
+    backwards: Backwards
+    in_flight: int
 
     def live_range(self, last: int) -> LiveRange:
         if isinstance(self.what, SharedInterval):
-            return shared_interval(self.what, self.chunk, self.bytes, last)
-        (live_range,) = self.what.in_step({self.chunk: self.bytes}, last=last, backwards=self.backwards)
+            return shared_interval(self.what, self.chunk, self.bytes, last, self.in_flight)
+        (live_range,) = self.what.in_step(
+            {self.chunk: self.bytes}, last=last, backwards=self.backwards, in_flight=self.in_flight
+        )
         return live_range
 
 
 def _takers(pieces: Iterable[StatePiece], on_host: frozenset[Name]) -> Iterator[_Taker]:
     for piece in pieces:
         way, chunk = piece.crossing(on_host), piece.name.chunk
-        when = piece.backwards(on_host)
-        yield from (_Taker(slot, chunk, piece.bytes, when) for slot in way.slots if slot.tier == "device")
+        when = piece.backwards(on_host), piece.in_flight
+        yield from (_Taker(slot, chunk, piece.bytes, *when) for slot in way.slots if slot.tier == "device")
         if piece.shared is not None and piece.is_time_shared(on_host):
-            yield _Taker(piece.shared, chunk, piece.bytes)
+            yield _Taker(piece.shared, chunk, piece.bytes, *when)
 
 
 class _Least:

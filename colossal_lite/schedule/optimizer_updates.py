@@ -134,13 +134,12 @@ def run_of(
     on_host: Mapping[int, Crossing] = ON_DEVICE,
     early: bool = False,
     prepares: bool = True,
-    in_flight: int = 0,
     awaited: Mapping[int, Collection[int]] = NOTHING_AWAITED,
 ) -> tuple[Plan, Memory]:
     """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward. `prepares`: the
-    first records are fetched in backward. `in_flight`: sums on their way at once, so a gradient leaves so many units
-    after its own. `awaited`: unit -> the numbers that must have left the device before computing goes on after its
-    backward. Its gradients have the place of a record, or they rest on the host and the step ends.
+    first records are fetched in backward. `awaited`: unit -> the numbers that must have left the device before
+    computing goes on after its backward. Its gradients have the place of a record, or they rest on the host and the
+    step ends.
 
     `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
@@ -167,13 +166,12 @@ def run_of(
                 actions.append(deferred.popleft())
             actions.append(Action(ActionKind.F, stage=unit, micro_batch=step))
         actions += moves[:first]
-        for unit in reversed(range(-in_flight, len(units))):
-            if unit >= 0:
-                actions.append(Action(ActionKind.B, stage=unit, micro_batch=step))
-            summed = [] if unit + in_flight >= len(units) else units[unit + in_flight]
-            leaving = [c for c in reversed(summed) if c in on_host and ChunkPart.GRADIENT in on_host[c].down]
-            numbers = [ChunkPart.GRADIENT.of(chunk, num_chunks) for chunk in leaving if early]
-            actions += [replace(_action(ActionKind.EVICT, n), stage=unit + in_flight) for n in numbers]
+        for unit in reversed(range(len(units))):
+            actions.append(Action(ActionKind.B, stage=unit, micro_batch=step))
+            summed = [c for c in reversed(units[unit]) if early and c in on_host]
+            leaving = [c for c in summed if ChunkPart.GRADIENT in on_host[c].down]
+            numbers = [ChunkPart.GRADIENT.of(chunk, num_chunks) for chunk in leaving]
+            actions += [replace(_action(ActionKind.EVICT, n), stage=unit) for n in numbers]
         deferred.extend(
             replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in moves[first:]
         )

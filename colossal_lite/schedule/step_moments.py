@@ -51,13 +51,21 @@ from colossal_lite.schedule.interval_packing import LiveInterval, LiveRange
 IN_FLIGHT = 2
 
 
-def fill_intervals(order: Sequence[int], numels: Sequence[int]) -> tuple[LiveInterval, ...]:
+def sums_in_flight(num_ranks: Iterable[int]) -> int:
+    """How many sums of gradients may be on their way when another begins, for the ranks that make each. A sum of one
+    rank is over as soon as it begins."""
+    return IN_FLIGHT if any(count > 1 for count in num_ranks) else 0
+
+
+def fill_intervals(
+    order: Sequence[int], numels: Sequence[int], in_flight: int = IN_FLIGHT
+) -> tuple[LiveInterval, ...]:
     """The interval in which each chunk has a slot for a gradient that is reduced by micro-batch. Its unit is chunks
     launched before.
 
     `order`: the chunk of each parameter, in forward order. Gradients come in the reverse order, and complete chunks
     are launched from the last to the first. A chunk accumulates from its first gradient on, and is in flight until
-    `IN_FLIGHT` more have been launched. Chunks of different packing keys accumulate beside each other.
+    `in_flight` more have been launched. Chunks of different packing keys accumulate beside each other.
     """
     missing = [0] * len(numels)
     for chunk in order:
@@ -69,7 +77,7 @@ def fill_intervals(order: Sequence[int], numels: Sequence[int]) -> tuple[LiveInt
         start.setdefault(chunk, launched)
         missing[chunk] -= 1
         while launched < len(numels) and missing[last := len(numels) - 1 - launched] == 0:
-            stop[last] = launched + IN_FLIGHT
+            stop[last] = launched + in_flight
             launched += 1
     return tuple(LiveInterval(start[c], stop[c], numel) for c, numel in enumerate(numels))
 
@@ -96,19 +104,21 @@ UPDATES = 8
 """The moment of the first update in a step: a backward is over in the one before."""
 
 
-def moments_of_step(live_ranges: Iterable[LiveRange], num_chunks: int = 1) -> tuple[LiveRange, ...]:
+def moments_of_step(
+    live_ranges: Iterable[LiveRange], num_chunks: int = 1, in_flight: int = IN_FLIGHT
+) -> tuple[LiveRange, ...]:
     """The live ranges of a backward in common moments, the same for any number of chunks.
 
     In an even moment 2 (n - `num_chunks` + 1) the last n chunks have been launched, and gradients accumulate. In the
     odd moment after it the oldest sum in flight has arrived and leaves its slot. That makes room for the next launch.
     `ACCUMULATING` and `INCOMING` are as in `fill_intervals` and `flight_intervals`, `LEAVING` as in `visits`, the last
-    chunk first.
+    chunk first, and `in_flight` as `sums_in_flight`.
     """
     last = num_chunks - 1
     ways = {
         ACCUMULATING: lambda one: (2 * (one.start - last), 2 * (one.stop - last) + 1),
         INCOMING: lambda one: (2 * (one.start - last) + 2, 2 * (one.stop - last) + 2),
-        LEAVING: lambda one: (2 * one.start + 2 * IN_FLIGHT + 1, 2 * one.stop + 2 * IN_FLIGHT + 1),
+        LEAVING: lambda one: (2 * (one.start + in_flight) + 1, 2 * (one.stop + in_flight) + 1),
     }
     found = ((live_range, ways[live_range.what](live_range)) for live_range in live_ranges)
     return tuple(replace(live_range, start=start, stop=stop) for live_range, (start, stop) in found)
@@ -152,15 +162,18 @@ class SharedInterval(StrEnum):
     when the earlier sums are copied up, until the update."""
 
 
-def shared_interval(what: SharedInterval, chunk: int, size_bytes: int, last: int) -> LiveRange:
-    """The live range of this buffer of `chunk`, by the moments of a step; `last`: the highest chunk number, or more.
+def shared_interval(
+    what: SharedInterval, chunk: int, size_bytes: int, last: int, in_flight: int = IN_FLIGHT
+) -> LiveRange:
+    """The live range of this buffer of `chunk`, by the moments of a step; `last`: the highest chunk number, or more;
+    `in_flight` as `sums_in_flight`.
 
     Chunks that are updated first come last in backward. So a gradient may lie over weights of any later chunk. These
     are not read any more when it arrives, and not written before it has been used.
     """
     complete, updated = 1 - 2 * chunk, UPDATES + chunk + 1
     if what is SharedInterval.GRADIENTS:
-        return LiveRange(what, chunk, complete + 2 * IN_FLIGHT, updated, size_bytes)
+        return LiveRange(what, chunk, complete + 2 * in_flight, updated, size_bytes)
     if what is SharedInterval.LAST_SUMS:
         return LiveRange(what, chunk, complete, updated, size_bytes)
     begin = -2 * last - _moments_of_backward(last)

@@ -46,6 +46,7 @@ from colossal_lite.schedule.step_moments import (
     fill_intervals,
     flight_intervals,
     in_turn,
+    sums_in_flight,
 )
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
@@ -146,7 +147,8 @@ def build_chunks(
     records = records or TaskRecords("", device)
     groups = [_groups(spec, mesh) for spec in packed]
     scatterers = [group.scatterers(ordered=sharding.ordered) for group in groups]
-    staging, received = _slots(sharding, names, packed, scatterers, precision.gradient, device)
+    in_flight = sums_in_flight(group.all.size for group in groups)
+    staging, received = _slots(sharding, names, packed, scatterers, precision.gradient, device, in_flight)
     return tuple(
         Chunk(
             spec,
@@ -256,6 +258,7 @@ def _slots(
     comms: Sequence[Communicator],
     dtype: torch.dtype,
     device: torch.device,
+    in_flight: int,
 ) -> tuple[ArenaAllocator, ArenaAllocator]:
     """Slots for accumulating gradients, and for what other ranks send in reductions, for each of `packed`.
 
@@ -265,7 +268,7 @@ def _slots(
         groups.setdefault(stages_of(spec), []).append(index)
     fill: dict[int, LiveInterval] = {}
     own = [indices for stages, indices in groups.items() if len(stages) == 1]
-    turns = list(in_turn([_fill_of([packed[i] for i in indices], names, sharding) for indices in own]))
+    turns = list(in_turn([_fill_of([packed[i] for i in part], names, sharding, in_flight) for part in own]))
     fill |= zip((i for indices in own for i in indices), turns, strict=True)
     end = max((one.stop for one in turns), default=0)
     fill |= {i: LiveInterval(0, end, spec.numel) for i, spec in enumerate(packed) if i not in fill}
@@ -289,12 +292,13 @@ def _slots(
 
 
 def _fill_of(
-    packed: Sequence[ChunkSpec], names: Iterable[str], sharding: Sharding
+    packed: Sequence[ChunkSpec], names: Iterable[str], sharding: Sharding, in_flight: int
 ) -> tuple[LiveInterval, ...]:
     """When each of these chunks fills in one backward, or in all of one visit; `names` of all parameters in forward
     order."""
     place = {entry.name: index for index, spec in enumerate(packed) for entry in spec.entries}
-    found = fill_intervals([place[name] for name in names if name in place], [spec.numel for spec in packed])
+    order = [place[name] for name in names if name in place]
+    found = fill_intervals(order, [spec.numel for spec in packed], in_flight)
     return tuple(replace(one, start=0) for one in found) if sharding.by_visit else found
 
 

@@ -41,7 +41,8 @@ class DeferredUpdates:
         """`handlers` do the actions of their kind; `arrive`, in the order of chunks, waits for the new weights of one
         whose update has started; `end` is called when all are done; `by_gradient`: the gradient of a chunk is there
         from its turn on, so no action of another one starts with it; `in_order`: an update on the device waits for
-        those before it, so that its chunk arrives before its weights go home."""
+        those before it, so that its chunk arrives before its weights go home; and weights that the host has updated go
+        up when they are needed, so that those that rest there can go before them."""
         self._in_order = in_order
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
         self._next = 0
@@ -53,7 +54,9 @@ class DeferredUpdates:
             if action.kind is ActionKind.UPDATE or part is ChunkPart.WEIGHTS:  # whichever comes last
                 self._stops.setdefault(chunk, stop)
             is_own = action.kind is ActionKind.UPDATE or part is not ChunkPart.RECORD
-            stop = number if holds_up(action) or by_gradient and is_own else stop
+            is_new = action.kind is ActionKind.FETCH and part is ChunkPart.WEIGHTS
+            if holds_up(action) or by_gradient and is_own or in_order and is_new:
+                stop = number
         if not by_gradient:  # an update on the host may stand before that of an earlier chunk
             behind = 0
             for chunk in sorted(self._stops):

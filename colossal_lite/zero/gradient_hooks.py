@@ -7,9 +7,9 @@ overlaps the rest of backward.  That is in the last micro-batch of a step, or in
 micro-batch.  Chunks are launched strictly in reverse forward order: ranks may use different parameters, but the order
 of collectives must be the same.  `reduce` launches the remaining chunks, with zeros for absent gradients, and waits.
 Where weights are gathered in backward too, `limit` says how many chunks may launch.  So gathers and reductions have one
-order on all ranks.  At most `IN_FLIGHT` reductions that need slots run at once.  After a backward that raised,
-`give_up` makes the remaining reductions, so that all ranks have made the same ones.  With updates in backward
-(zero/backward_updates.py) a finished sum is passed on at once, in the order of the launches.
+order on all ranks.  At most `IN_FLIGHT` reductions that need slots run at once, and none where no other rank sums.
+After a backward that raised, `give_up` makes the remaining reductions, so that all ranks have made the same ones.
+With updates in backward (zero/backward_updates.py) a finished sum is passed on at once, in the order of the launches.
 Cost: one copy of each gradient per micro-batch, and the reductions of schedule/step_moments.py.
 """
 
@@ -25,14 +25,23 @@ from torch import Tensor, nn
 
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.packing import stages_of
-from colossal_lite.schedule.step_moments import IN_FLIGHT
+from colossal_lite.schedule.step_moments import sums_in_flight
+
+
+def in_flight_of(chunks: Sequence[Chunk]) -> int:
+    """Sums of these chunks that may be on their way when another begins."""
+    return sums_in_flight(chunk.groups.all.size for chunk in chunks)
 
 
 class GradientHooks:
     """Moves gradients of one model into its chunks and sums each chunk over its own axes."""
 
-    def __init__(self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter], in_flight: int | None = None
+    ) -> None:
+        """`in_flight`: sums on their way at once, where these chunks are a part of a model's."""
         self._chunks = tuple(chunks)
+        self._most = in_flight_of(chunks) if in_flight is None else in_flight
         self.limit = len(self._chunks)
         """Chunks, counted from the last, that may be launched when they are complete."""
         self._seed = 1.0
@@ -50,7 +59,7 @@ class GradientHooks:
         """Whether a gradient is final, and used, as soon as it is summed for the last time: at once, in backward."""
         self._passed: set[int] = set()  # chunks with which it was called
         rooms = [number for number, chunk in enumerate(self._chunks) if chunk.takes_room]
-        self._ended_by = dict(zip(rooms, rooms[IN_FLIGHT:], strict=False))
+        self._ended_by = dict(zip(rooms, rooms[self._most :], strict=False))
         """Chunk -> the one whose sum is over when its own begins: both take room, and there is no more of it."""
         self._parameters = [parameters[entry.name] for chunk in self._chunks for entry in chunk.spec.entries]
         self._chunk_of = {
@@ -131,7 +140,7 @@ class GradientHooks:
         in the planned order, and ranks make collectives in the same order."""
         if not self._reduces:
             self.begin(is_last=True, ends=ends)
-        self.launch(min(len(self._chunks), len(self._chunks) - index + IN_FLIGHT))
+        self.launch(min(len(self._chunks), len(self._chunks) - index + self._most))
         while self._chunks[index].state is GradientState.REDUCING:
             self._finish_first()
 
@@ -180,7 +189,7 @@ class GradientHooks:
         if self._frees:
             chunk.give_weights()
             chunk.bring_sums()
-        while chunk.takes_room and sum(other.takes_room for other in self._in_flight) >= IN_FLIGHT:
+        while self._most and chunk.takes_room and self._rooms_taken() >= self._most:
             self._finish_first()
         ended = self._ended_by.get(self._next + 1)
         # The order of these must not depend on the backward either.
@@ -188,10 +197,12 @@ class GradientHooks:
             self._chunks[ended].start_copies()
         chunk.start_reduce()
         self._in_flight.append(chunk)
-        if self._ends and self.summed is not nothing:  # the first sums are used while backward goes on
-            most = IN_FLIGHT if chunk.takes_room or chunk.groups.all.size > 1 else 0
-            while len(self._in_flight) > most:
+        if not self._most or (self._ends and self.summed is not nothing):  # used while backward goes on
+            while len(self._in_flight) > self._most:
                 self._finish_first()
+
+    def _rooms_taken(self) -> int:
+        return sum(chunk.takes_room for chunk in self._in_flight)
 
     def _finish_first(self) -> None:
         """Of the chunks on their way the first is summed."""
@@ -267,7 +278,10 @@ class StageHooks:
             self._place[chunk.spec.id] = stages, len(groups.setdefault(stages, []))
             groups[stages].append(chunk)
         self._chunks = {chunk.spec.id: chunk for chunk in chunks}
-        self._hooks = {stages: GradientHooks(group, parameters) for stages, group in groups.items()}
+        in_flight = in_flight_of(chunks)
+        self._hooks = {
+            stages: GradientHooks(group, parameters, in_flight) for stages, group in groups.items()
+        }
 
     @property
     def only(self) -> GradientHooks:

@@ -53,6 +53,7 @@ from colossal_lite.schedule.step_moments import SharedInterval
 from colossal_lite.zero.budget_messages import ChangedForecast, device_problems, host_problems, smaller_steps
 from colossal_lite.zero.build_chunks import defers_updates, slots_of
 from colossal_lite.zero.forward_hooks import ForwardGates
+from colossal_lite.zero.gradient_hooks import in_flight_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.sharded_weights import ParameterGather
 from colossal_lite.zero.state_pieces import (
@@ -149,8 +150,11 @@ class MemoryBudget:
         assert isinstance(self._optimizer, ChunkOptimizer)
         self._release_slots()
         sizes = {i: c.gradient.nbytes for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None}
-        last = len(self._chunks) - 1
-        ranges = (*beside, *LEAVING.in_step(sizes, last=last, backwards=backwards_of(self._accumulation)))
+        leaving = LEAVING.in_step(
+            sizes, last=len(self._chunks) - 1, backwards=backwards_of(self._accumulation),
+            in_flight=in_flight_of(self._chunks),
+        )  # fmt: skip
+        ranges = (*beside, *leaving)
         self._optimizer.share_first_arena(Arena(pack_live_ranges(ranges), self._device))
         self._join_slots()
 

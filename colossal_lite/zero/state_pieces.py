@@ -32,6 +32,7 @@ from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.step_moments import Backwards, SharedInterval, moments_of_step
 from colossal_lite.zero.build_chunks import slots_of
 from colossal_lite.zero.gather_units import units_of
+from colossal_lite.zero.gradient_hooks import in_flight_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.user_optimizer import OwnOptimizer
 
@@ -101,20 +102,22 @@ def pieces_of(
 ) -> tuple[StatePiece, ...]:
     """The pieces that may rest on device or host; call it while all of them are on the host. The weights that a step
     begins with are taken from the slots of the update before, if they are updated."""
-    time_shared = _time_shared(chunks, uses)
+    time_shared, in_flight = _time_shared(chunks, uses), in_flight_of(chunks)
     out: list[StatePiece] = []
     for index, chunk in enumerate(chunks):
         fetches, sums = uses.fetches.get(chunk.spec.id, 0), uses.sums_of(chunk.spec.id)
         begins = chunk.spec.id in uses.begins
         if optimizer.is_updated_on_host(chunk):
-            out += _updated_on_host(index, chunk, optimizer, fetches, sums, begins)
+            for piece in _updated_on_host(index, chunk, optimizer, fetches, sums, begins):
+                out.append(replace(piece, in_flight=in_flight))
             continue
         if chunk.weights_at_rest is not None:
             ups = fetches - begins + chunk.updates_weights
             shared = SharedInterval.WEIGHTS if index in time_shared else None
             out.append(StatePiece(Name(index, StateKind.WEIGHTS), chunk.resting_bytes, ups, 1, shared=shared))
         if chunk.gradient_at_rest is not None:
-            out += gradients_of(index, chunk.gradient.nbytes, sums, time_shared=bool(time_shared))
+            for piece in gradients_of(index, chunk.gradient.nbytes, sums, time_shared=bool(time_shared)):
+                out.append(replace(piece, in_flight=in_flight))
         record_bytes = optimizer.record_bytes(index)
         if record_bytes:
             out.append(StatePiece(Name(index, StateKind.OPTIMIZER), record_bytes, 1, 1))
@@ -205,7 +208,7 @@ def beside_of(
     if is_staged or not _shares(optimizer):
         return None
     backward = (each for slots in slots_of(chunks) for each in slots.live_ranges)
-    ranges = moments_of_step(backward, len(chunks))
+    ranges = moments_of_step(backward, len(chunks), in_flight_of(chunks))
     return tuple(backwards_of(accumulation).of(each, len(chunks) - 1) for each in ranges)
 
 

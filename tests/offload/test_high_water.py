@@ -254,7 +254,7 @@ def _rests_longer(what: SharedInterval) -> Callable[[], tuple[Any, str, Any]]:
             if kind is not what:
                 return stay
             gap = range(stay.gap.stop - 1, stay.gap.stop)
-            return replace(stay, gap=gap) if stay.gap else replace(stay, start=-2 * args[-1])
+            return replace(stay, gap=gap) if stay.gap else replace(stay, start=-2 * args[2])
 
         return budget, "shared_interval", longer
 

@@ -14,7 +14,7 @@ from colossal_lite.offload.pieces import VISITING, StateKind
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.optimizer_updates import ChunkPart, run_of
 from colossal_lite.schedule.simulator import simulate
-from colossal_lite.schedule.step_moments import ACCUMULATING, IN_FLIGHT
+from colossal_lite.schedule.step_moments import ACCUMULATING
 from colossal_lite.schedule.update_mix import UpdateMix
 from tests.offload.test_waiting import (
     LAYERS,
@@ -90,7 +90,7 @@ def assert_as_simulated(seed: int, placement: str) -> None:
     plan, held = run_of(
         [[number] for number in range(LAYERS)], STEPS, ahead=mix.ahead, ahead_down=mix.ahead_down, moving=moving,
         on_host={chunk: ON_HOST[chunk] for chunk in on_host}, early=True, prepares=prepares,
-        in_flight=IN_FLIGHT, awaited=awaited,
+        awaited=awaited,
     )  # fmt: skip
     check(plan, memory=held)
     assert real_s == pytest.approx(last_step_s(simulate(plan, seconds, memory=held), STEPS), rel=1e-3)

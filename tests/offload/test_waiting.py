@@ -24,7 +24,7 @@ from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, Crossing, run_of
 from colossal_lite.schedule.plan import CPU, DISK, Action, ActionKind
 from colossal_lite.schedule.simulator import ScheduleTimeline, simulate
-from colossal_lite.schedule.step_moments import ACCUMULATING, IN_FLIGHT, SharedInterval
+from colossal_lite.schedule.step_moments import ACCUMULATING, SharedInterval
 from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix, mix_of
 from colossal_lite.zero import build_chunks as build
 from colossal_lite.zero.optimizer import ChunkOptimizer
@@ -311,7 +311,7 @@ def waited_for_weights_going_home(seconds: Seconds, copy_s: float, parts: int, p
             for layer in reversed(range(LAYERS)):
                 now_s += seconds.backward
                 take(ACCUMULATING, layer)
-                take(SharedInterval.GRADIENTS, layer + IN_FLIGHT)
+                take(SharedInterval.GRADIENTS, layer)
         for chunk in range(2):  # with which the next forward begins
             update(chunk)
     return waited_s
@@ -463,15 +463,14 @@ def test_a_step_whose_updates_are_on_the_host_waits_as_the_simulator_says_and_no
 
 
 def test_updates_on_the_host_hide_behind_the_backward_that_starts_them() -> None:
-    """All but those of the last chunks whose sums are in flight: gradient and weights come down, one chunk is updated
-    after the other, and the last one goes up."""
+    """All but that of the last chunk: its gradient and weights come down, it is updated and goes up."""
     seconds = Seconds(forward=1, backward=4, update=1, copy=2, host=2)
     within = dict(optimizer=dict(type="adamw", lr=0.1, update_when="backward"))
     ((_, step_s, computed_s, _),) = run_world(
         ran, 1, seconds, dict(placement="host", update_on="host"), within
     )
     assert computed_s == LAYERS * 5
-    left = (1 + IN_FLIGHT) * (seconds.copy + seconds.host) + seconds.copy / 2
+    left = seconds.copy + seconds.host + seconds.copy / 2
     assert step_s - computed_s == pytest.approx(left)
     assert left < LAYERS * (seconds.copy + seconds.host) / 2
 
