@@ -8,8 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_lite.memory.arena import Pool, slots
-from colossal_lite.schedule.interval_packing import LiveInterval
-from colossal_lite.schedule.step_moments import IN_FLIGHT, fill_intervals, flight_intervals
+from colossal_lite.schedule.interval_packing import LiveInterval, LiveRange
+from colossal_lite.schedule.step_moments import (
+    ACCUMULATING,
+    IN_FLIGHT,
+    LEAVING,
+    UPDATES,
+    SharedInterval,
+    fill_intervals,
+    flight_intervals,
+    moments_of_step,
+    shared_interval,
+    sums_in_flight,
+)
 
 CPU = torch.device("cpu")
 
@@ -22,6 +33,20 @@ def test_a_chunk_needs_room_from_its_first_gradient_until_two_more_are_on_their_
         LiveInterval(1, 3, 30),
         LiveInterval(0, 2, 40),
     )
+
+
+def test_on_one_rank_a_chunk_needs_room_only_while_it_fills_and_leaves_at_once() -> None:
+    assert sums_in_flight([1, 1]) == 0 and sums_in_flight([1, 2]) == IN_FLIGHT
+    found = fill_intervals([0, 0, 1, 1, 2, 3], [10, 20, 30, 40], 0)
+    assert [(one.start, one.stop) for one in found] == [(3, 3), (2, 2), (1, 1), (0, 0)]
+    first = [LiveRange(LEAVING, 3, -3, -2, 40), LiveRange(ACCUMULATING, 3, 0, 0, 40)]
+    leaves, fills = moments_of_step(first, 4, 0)
+    assert (fills.start, fills.stop) == (-6, -5), (
+        "it fills before any launch, and its sum leaves in the moment after"
+    )
+    assert (leaves.start, leaves.stop) == (-5, -3)
+    rests = shared_interval(SharedInterval.GRADIENTS, 3, 40, 3, 0)
+    assert (rests.start, rests.stop) == (-5, UPDATES + 4)
 
 
 def test_a_chunk_of_another_key_fills_beside_those_that_its_parameters_lie_between() -> None:
@@ -81,9 +106,12 @@ def test_i2_a_slot_is_neither_lent_twice_nor_given_back_twice() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=12),
     st.randoms(use_true_random=False),
+    st.sampled_from([0, IN_FLIGHT]),
 )
-def test_any_order_of_parameters_fits_into_its_plan(shape: list[tuple[int, int]], random: object) -> None:
-    """Replayed as the hooks do it: chunks fill, are launched from the last, and at most two are on their way."""
+def test_any_order_of_parameters_fits_into_its_plan(
+    shape: list[tuple[int, int]], random: object, in_flight: int
+) -> None:
+    """Replayed as the hooks do it: chunks fill, are launched from the last, and at most so many are on their way."""
     order = [chunk for chunk, (_, parameters) in enumerate(shape) for _ in range(parameters)]
     assert hasattr(random, "shuffle")
     tail = order[1:]
@@ -94,7 +122,7 @@ def test_any_order_of_parameters_fits_into_its_plan(shape: list[tuple[int, int]]
     rank = {chunk: n for n, chunk in enumerate(sorted(first_seen, key=lambda c: first_seen[c]))}
     order = [rank[chunk] for chunk in (order[0], *tail)]
     numels = [1 + shape[chunk][0] for chunk in range(len(shape))]
-    places = slots(fill_intervals(order, numels), torch.float32, CPU)
+    places = slots(fill_intervals(order, numels, in_flight), torch.float32, CPU)
     missing = [order.count(chunk) for chunk in range(len(numels))]
     taken: set[int] = set()
     flying: list[int] = []
@@ -105,8 +133,10 @@ def test_any_order_of_parameters_fits_into_its_plan(shape: list[tuple[int, int]]
             taken.add(chunk)
         missing[chunk] -= 1
         while following >= 0 and missing[following] == 0:
-            if len(flying) == IN_FLIGHT:
+            if len(flying) == in_flight and flying:
                 places.give(flying.pop(0))
             flying.append(following)
+            if not in_flight:
+                places.give(flying.pop(0))
             following -= 1
     assert following == -1 and places.bytes == places.planned_bytes
