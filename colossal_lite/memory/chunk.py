@@ -360,7 +360,8 @@ class Chunk(LocalShard, WeightChunk):
 
     def accept(self, index: int, gradient: Tensor, *, seed: float = 1.0) -> None:
         """Add the gradient of entry `index` from one micro-batch, whose backward was seeded with `seed`."""
-        self.move(GradientState.ACCUMULATING)
+        if self.state is not GradientState.ACCUMULATING:
+            self.move(GradientState.ACCUMULATING)
         adds = self._filled[index]
         target = self.of(self._to_accumulate(), self.spec.entries[index], gradient.shape)
         if gradient.dim() == 1 and self._vectors.most > 1:

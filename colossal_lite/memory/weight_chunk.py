@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -399,13 +399,19 @@ class WeightChunk:
         two for each parameter."""
         assert shape.numel() == entry.stop - entry.start and entry.stop <= buffer.numel()
         assert buffer.stride() == (1,)
-        strides, step = list[int](), 1
-        for size in reversed(shape):
-            strides.append(step)
-            step *= size
-        return buffer.as_strided(shape, strides[::-1], buffer.storage_offset() + entry.start)
+        return buffer.as_strided(shape, _strides(shape), buffer.storage_offset() + entry.start)
 
     def whole(self, owned: Tensor) -> Tensor:
         """Gathers all elements [numel] of a buffer whose parts [owned] the ranks hold. Collective where it is
         sharded."""
         return owned if owned.numel() == self.spec.numel else self.shards.all_gather(owned)
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of a contiguous tensor of this shape."""
+    strides, step = list[int](), 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

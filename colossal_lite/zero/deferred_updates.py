@@ -18,11 +18,13 @@ order, also if one of them owns nothing of a chunk.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from colossal_lite.schedule.optimizer_updates import ChunkPart, holds_up, part_of
 from colossal_lite.schedule.plan import Action, ActionKind
+
+Subject = TypeVar("Subject", Action, int)
 
 
 class DeferredUpdates:
@@ -109,8 +111,7 @@ class DeferredUpdates:
             self._next += 1
             if self._in_order and holds_up(action):
                 self._settle((action.chunk or 0) - 1)
-            with self._noting_failures():
-                self._handlers[action.kind](action)
+            self._do(self._handlers[action.kind], action)
             if action.kind is ActionKind.UPDATE:
                 heapq.heappush(self._coming, (action.chunk or 0, not holds_up(action)))
                 self._settle(-1)
@@ -119,14 +120,12 @@ class DeferredUpdates:
         """Wait for the chunks up to `last` whose updates have started; None: all. Those behind them that need no wait
         arrive too."""
         while self._coming and (last is None or self._coming[0] <= (last, True) or not self._coming[0][1]):
-            with self._noting_failures():
-                self._arrive(heapq.heappop(self._coming)[0])
+            self._do(self._arrive, heapq.heappop(self._coming)[0])
 
-    @contextmanager
-    def _noting_failures(self) -> Iterator[None]:
-        """An interrupted action counts as one that raised: its effect is unknown."""
+    def _do(self, call: Callable[[Subject], None], subject: Subject) -> None:
+        """Note a failure. An interrupted action counts as one that raised: its effect is unknown."""
         try:
-            yield
+            call(subject)
         except Exception as error:
             self._failure = error
             raise

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from weakref import WeakMethod
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -74,11 +74,9 @@ class GradientHooks:
         self._expects = False  # whether a backward of the engine runs
         # The garbage collector does not look into this kind of hook: one with a reference to `self` would also keep its
         # parameter alive. Then no model would ever be freed after an engine that was not closed.
-        arrive = WeakMethod(self._arrive)
+        owner = ref(self)
         self._handles = [
-            parameters[entry.name].register_post_accumulate_grad_hook(
-                partial(_hand_on, arrive, number, index)
-            )
+            parameters[entry.name].register_post_accumulate_grad_hook(partial(_hand_on, owner, number, index))
             for number, chunk in enumerate(self._chunks)
             for index, entry in enumerate(chunk.spec.entries)
         ]
@@ -237,8 +235,8 @@ class GradientHooks:
                 f"activation_checkpoint of the config"
             )
         self._arrived.add((number, index))
-        if self._reduces:
-            self.began[number] = min(self.began[number], self._complete)
+        if self._reduces and self._complete < self.began[number]:
+            self.began[number] = self._complete
         if self._reduces and number > self._next:
             raise ValueError(
                 f"backward: the gradient of {chunk.spec.entries[index].name} comes after its sum over the ranks has "
@@ -251,14 +249,14 @@ class GradientHooks:
             self._missing[number] -= 1
             while self._complete < len(self._chunks) and self._missing[-1 - self._complete] == 0:
                 self._complete += 1
-            self.start_ready()
+            if self._missing[self._next] == 0:
+                self.start_ready()
 
 
-def _hand_on(arrive: WeakMethod[Callable[..., None]], number: int, index: int, parameter: Tensor) -> None:
+def _hand_on(owner: ref[GradientHooks], number: int, index: int, parameter: Tensor) -> None:
     """Pass a gradient on; if the engine was deleted with its hooks, the gradient stays at its parameter."""
-    method = arrive()
-    if method is not None:
-        method(number, index, parameter)
+    if (hooks := owner()) is not None:
+        hooks._arrive(number, index, parameter)
 
 
 def nothing(chunk: Chunk) -> None:
