@@ -141,10 +141,8 @@ class ArenaAllocator:
     ) -> None:  # fmt: skip
         """`live_ranges` of one kind; `arena`: that has offsets for them; None: one of their own. `grows`: where the
         bytes are taken, a further buffer is allocated."""
-        self._stays = {live_range.number: live_range for live_range in live_ranges}
         self._dtype, self._device, self._grows = dtype, device, grows
-        self.planned_held_bytes = held_live_ranges(live_ranges, 1)
-        """Most bytes at once, by the plan."""
+        self._keep(live_ranges)
         self.most_held_bytes = 0
         """The same, measured."""
         self._own = Arena(pack_live_ranges(live_ranges, 1), device) if arena is None else None
@@ -156,11 +154,16 @@ class ArenaAllocator:
     def replan(self, live_ranges: Sequence[LiveRange]) -> None:
         """Use these live ranges, of the same numbers, from now on; in a shared arena, from when it is joined."""
         self.shrink()
-        self._stays = {live_range.number: live_range for live_range in live_ranges}
-        self.planned_held_bytes = held_live_ranges(live_ranges, 1)
+        self._keep(live_ranges)
         if self._own is not None:
             self._own = self._arena = None  # before there is another
             self._own = self._arena = Arena(pack_live_ranges(live_ranges, 1), self._device)
+
+    def _keep(self, live_ranges: Sequence[LiveRange]) -> None:
+        self._stays = {live_range.number: live_range for live_range in live_ranges}
+        self._kinds = {live_range.what for live_range in live_ranges}
+        self.planned_held_bytes = held_live_ranges(live_ranges, 1)
+        """Most bytes at once, by the plan."""
 
     def join(self, arena: Arena | None) -> None:
         """Allocate in `arena` from now on, and free the own one; None: in none until this is called again. No buffer
@@ -246,8 +249,7 @@ class ArenaAllocator:
             planned = [n for n, further in self._taken.items() if further is None and self._stays[n].bytes]
             reached = max((arena.span((self._stays[n].what, n))[1] for n in planned), default=0)
         self._most_bytes = max(self._most_bytes, reached + beyond)
-        kinds = {live_range.what for live_range in self._stays.values()}
-        here = sum(self._stays[number].bytes for what, number in arena.here if what in kinds)
+        here = sum(self._stays[number].bytes for what, number in arena.here if what in self._kinds)
         further = sum(self._stays[n].bytes for n, further in self._taken.items() if further is not None)
         self.most_held_bytes = max(self.most_held_bytes, here + further)
 

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.distributed.progress import Progress
 from colossal_lite.memory.arena import Pool
 from colossal_lite.memory.transfers import to_device, to_host
+from colossal_lite.numerics.torch_modes import without_modes
 from colossal_lite.observe.clock import Mark, host_seconds, mark
 from colossal_lite.schedule.footprint import HEADER_BYTES, IN_FLIGHT, Subject
 from colossal_lite.schedule.footprint import subject_of as _subject
@@ -246,7 +246,7 @@ class Runtime:
         """Buffers of at least `numel` elements; larger ones take the place of those that are too small."""
         found = self._slots.get(dtype)
         if found is None or found.numel < numel:
-            with _disable_current_modes():  # what the model keeps is measured, not this
+            with without_modes():
                 found = self._slots[dtype] = Pool(numel, planned, dtype, self.device)
         return found
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 from colossal_lite.schedule.optimizer_updates import ChunkPart, holds_up, part_of
@@ -48,21 +49,7 @@ class DeferredUpdates:
         self._in_order = in_order
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
         self._next = 0
-        # Actions behind an update that do not block start with it: the computing that follows hides them.
-        self._stops: dict[int, int] = {}
-        stop, num_chunks = len(actions), sum(action.kind is ActionKind.UPDATE for action in actions)
-        for number, action in reversed([*enumerate(actions)]):
-            part, chunk = part_of(action.chunk or 0, max(num_chunks, 1))
-            if action.kind is ActionKind.UPDATE or part is ChunkPart.WEIGHTS:  # whichever comes last
-                self._stops.setdefault(chunk, stop)
-            is_own = action.kind is ActionKind.UPDATE or part is not ChunkPart.RECORD
-            is_new = action.kind is ActionKind.FETCH and part is ChunkPart.WEIGHTS
-            if holds_up(action) or by_gradient and is_own or in_order and is_new:
-                stop = number
-        if not by_gradient:  # an update on the host may stand before that of an earlier chunk
-            behind = 0
-            for chunk in sorted(self._stops):
-                behind = self._stops[chunk] = max(behind, self._stops[chunk])
+        self._stops = _stops_of(self._actions, by_gradient=by_gradient, in_order=in_order)
         self._coming: list[
             tuple[int, bool]
         ] = []  # a heap: chunks whose updates have started, and if they must be waited for
@@ -135,3 +122,24 @@ class DeferredUpdates:
                 f"checkpoint, where state rests off the device into a new engine"
             )
             raise
+
+
+@lru_cache(maxsize=16)
+def _stops_of(actions: tuple[Action, ...], *, by_gradient: bool, in_order: bool) -> Mapping[int, int]:
+    """For each chunk the number of actions that run when its update is requested. Actions behind an update that do not
+    block start with it: the computing that follows hides them."""
+    stops: dict[int, int] = {}
+    stop, num_chunks = len(actions), sum(action.kind is ActionKind.UPDATE for action in actions)
+    for number, action in reversed([*enumerate(actions)]):
+        part, chunk = part_of(action.chunk or 0, max(num_chunks, 1))
+        if action.kind is ActionKind.UPDATE or part is ChunkPart.WEIGHTS:  # whichever comes last
+            stops.setdefault(chunk, stop)
+        is_own = action.kind is ActionKind.UPDATE or part is not ChunkPart.RECORD
+        is_new = action.kind is ActionKind.FETCH and part is ChunkPart.WEIGHTS
+        if holds_up(action) or by_gradient and is_own or in_order and is_new:
+            stop = number
+    if not by_gradient:  # an update on the host may stand before that of an earlier chunk
+        behind = 0
+        for chunk in sorted(stops):
+            behind = stops[chunk] = max(behind, stops[chunk])
+    return stops

@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.numerics.torch_modes import without_modes
 from colossal_lite.schedule.plan import Action
 from colossal_lite.zero.deferred_updates import DeferredUpdates
 
@@ -106,7 +106,7 @@ class ForwardGates:
     def run_deferred(self) -> None:
         """Run every deferred update. Raises what one of them has raised."""
         if self._deferred is not None:
-            with _disable_current_modes():
+            with without_modes():
                 self._deferred.finish()
             self._deferred = None
 
@@ -133,9 +133,7 @@ class ForwardGates:
     def _run_deferred_until(self, place: int) -> None:
         """Run the updates of the chunks up to this place in their order."""
         if self._deferred is not None and 0 <= place:
-            with (
-                _disable_current_modes()
-            ):  # selective recomputation would take our operations for the block's
+            with without_modes():
                 self._deferred.until(min(place, len(self._chunks) - 1))
 
     @property

@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.weight_chunk import SavedView, WeightChunk
+from colossal_lite.numerics.torch_modes import without_modes
 from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherMoment, GatherPlan, GatherStep, Needs, Trace
 from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.zero.build_chunks import slots_of
@@ -185,7 +185,7 @@ class ParameterGather(ShardedWeights):
                 "model: at zero.stage=3 a forward gathers weights; call engine(inputs), train_step or eval_step in the "
                 "place of the model, on every rank"
             )
-        with _disable_current_modes():  # selective recomputation would take our operations for the block's
+        with without_modes():
             self._gather_needed(needs)
 
     def _gather_needed(self, needs: Needs) -> None:
@@ -321,7 +321,7 @@ class ParameterGather(ShardedWeights):
             self.trace = Trace(self._forward_seen, tuple(self._seen))
             self.replan()
             assert self.plan is not None
-            with _disable_current_modes():  # what the model keeps is measured, not this
+            with without_modes():
                 self._allocate(self.plan.arena_numel)
 
     def planned(self, prefetch: int) -> GatherPlan | None:

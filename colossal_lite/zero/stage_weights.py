@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.config.schema import ZeroConfig
 from colossal_lite.distributed.communicator import Communicator
@@ -22,6 +21,7 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.memory.weight_chunk import SavedView, WeightChunk
+from colossal_lite.numerics.torch_modes import without_modes
 from colossal_lite.schedule.abreast import begins
 from colossal_lite.schedule.gather_plan import FROM_NEAR
 from colossal_lite.schedule.plan import Action, ActionKind
@@ -65,9 +65,7 @@ class StageGather(ShardedWeights):
                 self._follow_shared([action for action in actions if action.chunk in self._in_shared], numels)
             if self.slots.arena_numel > self._most_planned_numel:
                 self._most_planned_numel = self.slots.arena_numel
-                with (
-                    _disable_current_modes()
-                ):  # the arena is no activation, so memory meters must not count it
+                with without_modes():
                     self._allocate(self._most_planned_numel)
         self._offsets = {False: iter(self.slots.offsets), True: iter(self._shared_offsets)}
         self._begins = begins(actions)
@@ -80,7 +78,7 @@ class StageGather(ShardedWeights):
         self._shared_numel = max(self._shared_numel, slots.arena_numel)
         records = next((c._records for i, c in self._all.items() if i in self._in_shared), None)
         if records is not None and records.slots is not None:
-            with _disable_current_modes():
+            with without_modes():
                 device = next(iter(self._all.values())).device
                 records.slots.reserve(slots.arena_numel * self._dtype.itemsize, device)
             self._shared_arena = records.slots.arena

@@ -46,6 +46,7 @@ class ShardedWeights(ForwardGates):
         self._resident: dict[int, int] = {}  # chunk -> offset
         self._has_part: set[int] = set()  # chunks whose parts the neighbours hold
         self._wanted: dict[int, int] = {}  # chunk -> offset, of one that is fetched when its update has run
+        self._all_sharded = all(chunk.is_sharded for chunk in chunks)
         super().__init__(module, parameters, chunks, frozen)
 
     @property
@@ -156,7 +157,7 @@ class ShardedWeights(ForwardGates):
 
     def _fetch_updated(self, index: int, offset: int) -> None:
         """As `_fetch`, after the deferred update of the chunk: from where this has been on the device, if it has."""
-        if all(chunk.is_sharded for chunk in self._chunks):
+        if self._all_sharded:
             self._wanted[index] = offset
         self._run_deferred_until(self._last_trained([index]))
         self._wanted.clear()
