@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import _disable_current_modes, _len_torch_disp
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Within, no mode sees an operation: selective recomputation would take ours for the block's, a memory meter would
-    count state as activations, and functional dropout would look at each of them."""
+    """Within, no mode sees an operation. Selective recomputation would take ours for the block's. A memory meter would
+    count state as activations. Functional dropout would look at each of them."""
     with torch._C.DisableTorchFunction():
         if not _len_torch_dispatch_stack():
             yield

@@ -65,8 +65,8 @@ class StagingBuffer(NamedTuple):
         self, sizes: Mapping[int, int], *, last: int = 0, backwards: Backwards = Backwards.LAST,
         in_flight: int = IN_FLIGHT,
     ) -> tuple[LiveRange, ...]:  # fmt: skip
-        """As `live_ranges`, by the moments of a step (schedule/step_moments.py), in these `backwards`;
-        `last`: the chunk of the highest number; `in_flight` as `sums_in_flight`."""
+        """As `live_ranges`, by the moments of a step (schedule/step_moments.py), in these `backwards`.
+        `last`: the chunk of the highest number. `in_flight`: as `sums_in_flight`."""
         live_ranges = self.live_ranges(sizes)
         if self.form == "places, last first":
             ranges = moments_of_step(live_ranges, in_flight=in_flight)

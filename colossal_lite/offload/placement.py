@@ -233,8 +233,7 @@ def _live_ranges_of(pieces: Sequence[StatePiece], on_host: frozenset[Name]) -> I
 
 
 class _Taker(NamedTuple):
-    """What takes a place on the device, of a chunk; sums of gradients leave in these backwards, and so many are in
-    flight."""
+    """What takes a place on the device, of a chunk. Sums of gradients leave in these backwards, so many in flight."""
 
     what: StagingBuffer | SharedInterval
     chunk: int

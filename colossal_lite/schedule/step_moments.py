@@ -165,8 +165,8 @@ class SharedInterval(StrEnum):
 def shared_interval(
     what: SharedInterval, chunk: int, size_bytes: int, last: int, in_flight: int = IN_FLIGHT
 ) -> LiveRange:
-    """The live range of this buffer of `chunk`, by the moments of a step; `last`: the highest chunk number, or more;
-    `in_flight` as `sums_in_flight`.
+    """The live range of this buffer of `chunk`, by the moments of a step. `last`: the highest chunk number, or more.
+    `in_flight`: as `sums_in_flight`.
 
     Chunks that are updated first come last in backward. So a gradient may lie over weights of any later chunk. These
     are not read any more when it arrives, and not written before it has been used.

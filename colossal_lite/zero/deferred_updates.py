@@ -44,8 +44,8 @@ class DeferredUpdates:
         """`handlers` do the actions of their kind; `arrive`, in the order of chunks, waits for the new weights of one
         whose update has started; `end` is called when all are done; `by_gradient`: the gradient of a chunk is there
         from its turn on, so no action of another one starts with it; `in_order`: an update on the device waits for
-        those before it, so that its chunk arrives before its weights go home; and weights that the host has updated go
-        up when they are needed, so that those that rest there can go before them."""
+        those before it, so that its chunk arrives before its weights go home. Weights that the host has updated go up
+        when they are needed. So those that rest there can go before them."""
         self._in_order = in_order
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
         self._next = 0
