@@ -48,6 +48,7 @@ class GradientHooks:
         self._reduces = False  # whether this backward's chunks go when they are complete
         self._ends = False  # whether no gradients of this step come after this backward
         self._frees = False  # whether weights may leave their places
+        self._is_reduced = False  # whether all sums were asked for, and have come
         self._missing: list[int] = []  # per chunk: gradients that have not arrived in this backward
         self._is_once = False  # whether each gradient comes once in this backward
         self._arrived: set[tuple[int, int]] = set()  # chunk and entry, where it does
@@ -90,7 +91,7 @@ class GradientHooks:
         forward comes before the step, so time-shared weights are dropped with their gradients. `to_come`: the
         parameters whose gradients arrive now, once for each time; None: all, once."""
         self._reduces, self._ends, self._frees, self._seed = is_last, is_last and ends, frees, seed
-        self._is_once = is_last and to_come is None
+        self._is_once, self._is_reduced = is_last and to_come is None, False
         self._arrived.clear()
         self._passed.clear()
         self._missing = [len(chunk.spec.entries) if to_come is None else 0 for chunk in self._chunks]
@@ -141,6 +142,7 @@ class GradientHooks:
         self.launch(min(len(self._chunks), len(self._chunks) - index + self._most))
         while self._chunks[index].state is GradientState.REDUCING:
             self._finish_first()
+        self._is_reduced |= index == 0
 
     def conclude(self) -> None:
         """All micro-batches of the step are in: every chunk REDUCED. Collective."""
@@ -157,7 +159,7 @@ class GradientHooks:
         gradients. False: it had launched none. Collective where it had."""
         for parameter in self._parameters:
             parameter.grad = None
-        if not self._reduces or (self._next < 0 and not self._in_flight):
+        if not self._reduces or self._is_reduced:
             return False
         summed, self.summed = self.summed, nothing
         self.launch(len(self._chunks))
