@@ -118,21 +118,41 @@ class StatePlacement:
 
     @property
     def arena_with_room(self) -> ArenaPlan:
-        """As `arena`, in as many bytes. Where these suffice, what updates leave to a slow link is apart from the first
-        gradients of the next backward, from as many as there is room for."""
-        begin = min((one.start for one in self.arena.live_ranges if one.what == ACCUMULATING), default=0)
+        """As `arena`, in as many bytes. Where these suffice, the first records come while backward runs. And what
+        updates leave to a slow link is apart from the first gradients of the next backward, from as many as there is
+        room for."""
+        plan = self._with_early_records
+        begin = min((one.start for one in plan.live_ranges if one.what == ACCUMULATING), default=0)
         leaving = {VISITING[kind].what for kind in (StateKind.WEIGHTS, StateKind.OPTIMIZER)}
         last = max((piece.name.chunk for piece in self.pieces), default=0)
         for count in (last + 1, 8, 4, 2):
             stop = begin + 2 * count
             longer = {
                 (one.what, one.number): replace(one, start=begin, gap=range(stop, one.start))
-                for one in self.arena.live_ranges
+                for one in plan.live_ranges
                 if one.what in leaving and one.number > last - VISITORS and stop < one.start
             }
-            if (found := packed_apart(self.arena, longer)) is not self.arena:
+            if (found := packed_apart(plan, longer)) is not plan:
                 return found
-        return self.arena
+        return plan
+
+    @property
+    def _with_early_records(self) -> ArenaPlan:
+        """As `arena`, in as many bytes. The records that come before the first update exist from the beginning of a
+        backward on, as many as there is room for. None where weights cross the same link then."""
+        plan, what = self.arena, VISITING[StateKind.OPTIMIZER].what
+        if any(name.kind in (StateKind.WEIGHTS, StateKind.FROZEN) for name in self.on_host):
+            return plan
+        begin = min((one.start for one in plan.live_ranges), default=0)
+        for count in range(VISITORS - 1, 0, -1):
+            ranges = [
+                replace(one, start=begin) if one.what == what and one.number < count else one
+                for one in plan.live_ranges
+            ]
+            found = pack_live_ranges(ranges, plan.align_bytes)
+            if found.bytes <= plan.bytes:
+                return replace(found, bytes=plan.bytes)
+        return plan
 
     def tier_of(self, name: Name) -> str:
         return "disk" if name in self.on_disk else "host" if name in self.on_host else "device"
@@ -444,13 +464,13 @@ def divide(
     beside: tuple[LiveRange, ...] | None = None,
 ) -> StatePlacement:
     """The placement with a share `fractions[kind]` of the bytes of each kind on the host, to the nearest piece: at most
-    half of the largest piece off. So are first the chunks that the host updates, and then the others. Frozen
-    weights have the share of weights."""
+    half of the largest piece off. First come the chunks that the host updates, the last ones first. So what a step
+    needs at once, and what it computes last, is on the device sooner. Frozen weights have the share of weights."""
     on_host = {piece.name for piece in pieces if piece.name.kind is StateKind.LAST_SUM}
     for kind in (kind for kind in StateKind if kind is not StateKind.LAST_SUM):
         seen = away = 0
         mine = [p for p in pieces if p.name.kind is kind and p.moves]
-        for piece in sorted(mine, key=lambda p: (p.beside is None, p.name)):
+        for piece in sorted(mine, key=lambda p: (p.beside is None, -p.name.chunk)):
             seen += piece.bytes
             if (
                 away + piece.bytes / 2

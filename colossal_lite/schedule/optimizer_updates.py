@@ -133,13 +133,13 @@ def run_of(
     moving: Collection[int] | None = None,
     on_host: Mapping[int, Crossing] = ON_DEVICE,
     early: bool = False,
-    prepares: bool = True,
+    prepares: int | None = None,
     awaited: Mapping[int, Collection[int]] = NOTHING_AWAITED,
 ) -> tuple[Plan, Memory]:
-    """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward. `prepares`: the
-    first records are fetched in backward. `awaited`: unit -> the numbers that must have left the device before
-    computing goes on after its backward. Its gradients have the place of a record, or they rest on the host and the
-    step ends.
+    """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward. `prepares`: so many
+    of the first records are fetched in backward; None: all that come before an update. `awaited`: unit -> the numbers
+    that must have left the device before computing goes on after its backward. Its gradients have the place of a
+    record, or they rest on the host and the step ends.
 
     `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
@@ -157,7 +157,8 @@ def run_of(
         early=early,
     )
     moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
-    first = next((i for i, action in enumerate(moves) if action.kind is not ActionKind.FETCH), 0) * prepares
+    first = next((i for i, action in enumerate(moves) if action.kind is not ActionKind.FETCH), 0)
+    first = first if prepares is None else min(first, prepares)
     actions: list[Action] = []
     deferred: deque[Action] = deque()
     for step in range(steps):

@@ -47,6 +47,7 @@ from colossal_lite.offload.shard_streaming import HostShardStream
 from colossal_lite.offload.state_storage import MASTER, READ_AHEAD, OpenFile
 from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, part_of, update_plan
 from colossal_lite.schedule.plan import DISK, Action, ActionKind, Plan
+from colossal_lite.schedule.step_moments import UPDATES
 from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix
 from colossal_lite.schedule.update_rates import UpdateBytes
 from colossal_lite.zero.optimizer_state import OptimizerState
@@ -378,11 +379,21 @@ class ChunkOptimizer(OptimizerState):
         return self.tiers is not None and self._mix.early
 
     def prepare(self) -> None:
-        """Before the gradients are known: start to fetch the state for the first updates, except where it would delay
-        weights on the same link."""
-        if self.tiers and self.shards is None:
-            for action in takewhile(lambda a: a.kind is ActionKind.FETCH, self.plan[0]):
+        """Before the gradients are known: start to fetch the state for the first updates. In a shared arena, that for
+        which its plan has room in backward (`StatePlacement.arena_with_room`)."""
+        for action in takewhile(lambda a: a.kind is ActionKind.FETCH, self.plan[0] if self.tiers else ()):
+            assert self.tiers is not None
+            if self.shards is None or action.chunk in self.early_records:
                 self.tiers.moves[action.kind](action)
+
+    @property
+    def early_records(self) -> frozenset[int]:
+        """The chunks whose records have places in a shared arena before their updates."""
+        if self.arena is None:
+            return frozenset()
+        what = VISITING[StateKind.OPTIMIZER].what
+        ranges = (one for one in self.arena.plan.live_ranges if one.what == what)
+        return frozenset(one.number for one in ranges if one.start < UPDATES)
 
     def defer(self) -> None:
         """A step has ended: until its updates are done, the state at rest is not valid."""

@@ -42,9 +42,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 def ran_mixed(
     env: RankEnv, seconds: Seconds, memory: dict[str, Any], stage: int
-) -> tuple[float, list[int], list[int], UpdateMix, bool, dict[int, list[int]]]:
+) -> tuple[float, list[int], list[int], UpdateMix, int | None, dict[int, list[int]]]:
     """Virtual seconds of the last of some real steps; the chunks that the host updates, and those whose records are off
-    the device; how early copies begin; whether the first do in backward; and what computing waits for after the
+    the device; how early copies begin; how many come in backward; and what computing waits for after the
     backward of each layer."""
     clock = Clock()
     rates = dict(up=round(RECORD_BYTES / seconds.copy))
@@ -65,7 +65,7 @@ def ran_mixed(
         ]
         assert {*away} <= {*on_host}, "sums that rest on the host leave as those that are only updated there"
         moving = [i for i in range(LAYERS) if i not in optimizer._on_device]
-        mix, prepares = optimizer._mix, optimizer.shards is None
+        mix, prepares = optimizer._mix, None if optimizer.shards is None else len(optimizer.early_records)
         return clock.now_s - before_s, on_host, moving, mix, prepares, awaited_by(engine, away)
 
 

@@ -194,20 +194,19 @@ def alone() -> Iterator[None]:
             (Communicator, "gather_json", lambda comm, value: [value] * comm.size),
             (Communicator, "all_gather", gathered),
             (Mesh, "check_together", lambda *_: None), (RankComparison, "check", lambda *_: None),
-            *((sys.modules[name], MODES, contextlib.nullcontext) for name in _leaving_modes()),
+            *((sys.modules[name], word, contextlib.nullcontext) for name, word in _leaving_modes()),
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, value))
         yield
 
 
-MODES = "_disable_current_modes"
-
-
-def _leaving_modes() -> list[str]:
+def _leaving_modes() -> list[tuple[str, str]]:
+    """(module, name) of what leaves the modes of a forward."""
     return [
-        name
+        (name, word)
         for name, file in sys.modules.items()
-        if name.startswith("colossal_lite.") and hasattr(file, MODES)
+        for word in ("without_modes", "_disable_current_modes")
+        if name.startswith("colossal_lite.") and hasattr(file, word)
     ]
 
 

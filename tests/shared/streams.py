@@ -252,8 +252,8 @@ class Recorder:
                 (shard_streaming, "host_room", self.room),
                 (host_updates, "host_room", self.room),
                 (task_records.TaskRecords, "room", of_records),
-                (forward_hooks, "_disable_current_modes", nullcontext),
-                (sharded_weights, "_disable_current_modes", nullcontext),
+                (forward_hooks, "without_modes", nullcontext),
+                (sharded_weights, "without_modes", nullcontext),
                 (DiskFile, "read", file_read),
                 (DiskFile, "write", file_write),
             ):
