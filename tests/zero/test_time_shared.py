@@ -262,3 +262,41 @@ def test_so_it_is_not_where(fault: str, tmp_path: Path) -> None:
     ((_, expected, _), _) = run_world(story, 2, case, None, event, str(tmp_path))
     ((_, state, _), _) = run_world(story, 2, case, share, event, str(tmp_path), fault)
     assert not same(state, expected)
+
+
+# ---- records that come in backward ----
+
+SHARES = dict(placement="static", host_fraction=dict(gradients=1.0, optimizer=1.0))
+
+
+def story_of_shares(
+    env: RankEnv, case: Case, memory: dict[str, Any], event: str, directory: str
+) -> tuple[list[float], State, int]:
+    """As `story`, with these shares on the host; and how many records have places in the arena before their updates."""
+    full = replace(case, config=dict(case.config) | dict(memory=memory)).full_config
+    store = cl.HostStore()
+    with env.launch(full) as context:
+        loss, more = Loss(), dict[str, Any]()
+        if event in ("left", "skipped"):
+            more = dict(store=store, task="gpt") if event == "left" else dict(criterion=loss)
+        run = Run(start(case, context, **more), case, context, Path(directory), store, loss)
+        losses = [float(run.engine.train_step(run.batch(0)).loss)]
+        EVENTS[event](run)
+        losses += [float(run.engine.train_step(run.batch(number)).loss) for number in (1, 2)]
+        found = losses, state_of(run.engine), len(run.engine._optimizer.early_records)
+    if event == "left":
+        store.drop("gpt")
+    return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("event", EVENTS)
+def test_records_that_came_in_a_backward_wait_for_their_update_whatever_comes_between(
+    event: str, accumulation: int, tmp_path: Path
+) -> None:
+    """On one rank, where no sums in flight take the room."""
+    case = replace(PLAIN, world_size=1, config=config_of(2, precision="bf16", accumulation=accumulation))
+    ((true_losses, true_state, none),) = run_world(story_of_shares, 1, case, {}, event, str(tmp_path / "one"))
+    ((losses, state, early),) = run_world(story_of_shares, 1, case, SHARES, event, str(tmp_path / "other"))
+    assert losses == true_losses and same(state, true_state)
+    assert early == 2 and none == 0
