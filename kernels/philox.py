@@ -86,7 +86,8 @@ class Rows:
     global batch.  position [T] int64: index in the whole sequence.  feature: global index of the first local
     feature.
     For tensors of other shapes (`fitted`), what is cut here.  whole [T'] int64: positions of all tokens; `position`
-    is a part of them.  width: features of the local part.  heads: first and number of the local heads.
+    is a part of them.  part [T''] int64: those of this rank, where only the tensor tells whether it is cut: it then has
+    as many tokens.  width: features of the local part.  heads: first and number of the local heads.
     tokens: of the whole sequence; those behind are padding.  None: there is none.
     """
 
@@ -99,6 +100,7 @@ class Rows:
     width: int = 0
     heads: tuple[int, int] | None = None
     tokens: int | None = None
+    part: Tensor | None = None
 
     def fitted(self, op: str, shape: torch.Size) -> tuple[Rows, tuple[int, int, int], bool]:
         """The rows of an x of any shape, its shape as [samples, units, features], and whether units come first.
@@ -107,8 +109,8 @@ class Rows:
         are tokens where there are as many, else heads, channels or whatever follows the samples.
         Raises ValueError where something is cut and the shape does not tell which dim that is.
         """
-        samples, tokens = self.sample.numel(), self.position.numel()
-        turned = len(shape) > 1 and shape[0] != samples and tuple(shape[:2]) == (tokens, samples)
+        samples, tokens = self.sample.numel(), {x.numel() for x in (self.position, self.part) if x is not None}
+        turned = len(shape) > 1 and shape[0] != samples == shape[1] and shape[0] in tokens
         if turned:
             inner = (shape[0], *shape[2:])
         elif shape and shape[0] == samples:
@@ -133,8 +135,9 @@ class Rows:
             return replace(self, position=at, whole=None, heads=None), (samples, units, features), False
         if self.width and (len(inner) < 2 or features != self.width):
             raise self._strange(op, shape, f"of the features {self.width} are here, and it has others")
-        position = self._positions(op, shape, units)
-        return replace(self, position=position, whole=None, width=0), (samples, units, features), turned
+        is_cut = self.part is not None and len(inner) > 1 and units == self.part.numel()
+        position = self.part if self.part is not None and is_cut else self._positions(op, shape, units)
+        return replace(self, position=position, whole=None, width=0, part=None), (samples, units, features), turned
 
     def _positions(self, op: str, shape: torch.Size, units: int) -> Tensor:
         if units == self.position.numel():

@@ -113,9 +113,9 @@ class DropoutStreams:
         self._is_part, self.behind, self._is_open = place.is_part, place.behind, place.is_open
         self._tokens = place.tokens
 
-    def rows(self, name: str, parts: int = 1, part: int = 0) -> Rows:
+    def rows(self, name: str, parts: int = 1, part: int = 0, *, may_be_whole: bool = False) -> Rows:
         """Counters of the next call of module `name`. `parts` and `part`: the module sees only that part of the
-        positions. Raises ValueError outside a forward pass."""
+        positions; `may_be_whole`: or all, as its tensor tells. Raises ValueError outside a forward pass."""
         if not self._is_open:
             raise ValueError(
                 f"{name or 'model'}: a dropout outside the forward pass of a step, such as in a checkpoint of the "
@@ -125,6 +125,12 @@ class DropoutStreams:
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
         position = self._position.tensor_split(parts)[part]
+        if may_be_whole:
+            whole = self._position if self._is_part else None
+            return Rows(
+                key(self._seed, name, call), self._step, self._sample, self._position, whole=whole,
+                tokens=self._tokens, part=position,
+            )  # fmt: skip
         whole = self._position if parts > 1 or self._is_part else None
         return Rows(
             key(self._seed, name, call), self._step, self._sample, position, whole=whole, tokens=self._tokens

@@ -149,9 +149,8 @@ class StatePlacement:
                 replace(one, start=begin) if one.what == what and one.number < count else one
                 for one in plan.live_ranges
             ]
-            found = pack_live_ranges(ranges, plan.align_bytes)
-            if found.bytes <= plan.bytes:
-                return replace(found, bytes=plan.bytes)
+            if (found := pack_live_ranges(ranges, plan.align_bytes)).bytes == plan.bytes:
+                return found
         return plan
 
     def tier_of(self, name: Name) -> str:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeVar
 
 from torch import nn
 
 from colossal_lite.config.parallel_schema import TENSOR_MODES, TensorConfig
+from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
 from colossal_lite.models import GPT, GPTConfig
@@ -23,9 +26,16 @@ from colossal_lite.parallel.narrowing import Narrowing, narrowing
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import DETAILS, PLANS, Role
 from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops, sees_whole_sequences
-from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, SmallCopy, deep_copy, small_copy
+from colossal_lite.parallel.small_copy import (
+    LIMIT_BYTES,
+    NoCopyError,
+    SmallCopy,
+    deep_copy,
+    has_more_blocks,
+    small_copy,
+)
 from colossal_lite.parallel.swap_checks import HOOKS, has_forward_of
-from colossal_lite.parallel.swap_proof import Difference, NotRunError, prove, words
+from colossal_lite.parallel.swap_proof import Difference, NotRunError, check_finite, prove, words
 from colossal_lite.parallel.tensor_modes import Form, ModeResult, mode_file, mode_of
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.transforms.auxiliary_loss import Share
@@ -49,18 +59,25 @@ class _Trial:
     mode: str
     criterion: ModelLoss | None
 
-    def difference(self, roles: Mapping[str, Role], form: Form) -> Difference | None:
-        """Raises NotRunError if the plain copy does not run."""
+    @property
+    def _batch(self) -> Batch:
         ranks = self.layout.world_size
         tokens = TOKENS if TOKENS % ranks == 0 else 2 * ranks
-        batch = words(max(ranks, 2), tokens, self.small.words, self.small.padding)
+        return words(max(ranks, 2), tokens, self.small.words, self.small.padding)
+
+    def check_finite(self) -> None:
+        """Raises NotRunError where random values grow through all blocks beyond what can be compared."""
+        check_finite(self.small.model, self._batch, self.criterion)
+
+    def difference(self, roles: Mapping[str, Role], form: Form) -> Difference | None:
+        """Raises NotRunError if the plain copy does not run."""
 
         def swap(module: nn.Module, mesh: Mesh) -> ModeResult:
             made = mode_file(self.mode).swap_layers(module, mesh, roles, form)
             gather_logits(module, roles, made[0], self.criterion)
             return made
 
-        return prove(self.small.model, batch, swap, self.layout, self.criterion)
+        return prove(self.small.model, self._batch, swap, self.layout, self.criterion)
 
     def fitting(self, forms: Sequence[Form]) -> str:
         """The first change of one role's form, or of sequence_parallel, with which the copy is exact, in words."""
@@ -111,9 +128,13 @@ def check_plan(
     if mesh.is_recording or is_our_own(model, plan):
         return forms[0]
 
-    def tried(small: SmallCopy, as_it_is: bool) -> tuple[_Trial, list[Difference], Form | None]:
-        trial, found = _trial(small, mesh, forms[0], criterion, as_it_is=as_it_is), list[Difference]()
-        for form in forms:
+    def tried(
+        small: SmallCopy, as_it_is: bool, some: Sequence[Form] = forms
+    ) -> tuple[_Trial, list[Difference], Form | None]:
+        trial, found = _trial(small, mesh, some[0], criterion, as_it_is=as_it_is), list[Difference]()
+        if small.has_all_blocks:
+            trial.check_finite()
+        for form in some:
             difference = trial.difference(small.roles, form)
             if difference is None:
                 return trial, found, form
@@ -125,6 +146,11 @@ def check_plan(
     except NoCopyError as error:
         _without_proof(model, mesh, roles, error)
         return replace(forms[0], sequence_parallel=sequence_parallel is True)
+    if form is not None and has_more_blocks(model, roles):  # some may do what the first ones do not
+        with suppress(NoCopyError):
+            left = forms[forms.index(form) :]
+            trial, more, form = on_a_copy(model, roles, partial(tried, some=left), keeps_all=True)
+            found += more
     if form is not None:
         if sequence_parallel == "auto" and not form.sequence_parallel and mesh.rank == 0:
             warnings.warn(
@@ -170,13 +196,19 @@ def check_sequence(
 
     def tried(small: SmallCopy, _: bool) -> tuple[SmallCopy, Difference | None]:
         batch = words(2, max(TOKENS, 2 * layout.world_size), small.words, small.padding)
+        if small.has_all_blocks:
+            check_finite(small.model, batch, criterion)
         return small, prove(small.model, batch, across, layout, criterion)
 
     try:
         try:
             small, found = on_a_copy(model, roles, tried)
         except NoCopyError:
-            small, found = on_a_copy(model, {}, tried)
+            roles = {}
+            small, found = on_a_copy(model, roles, tried)
+        if found is None and has_more_blocks(model, roles):
+            with suppress(NoCopyError):
+                small, found = on_a_copy(model, roles, tried, keeps_all=True)
     except NoCopyError as error:
         if sees_whole_sequences(model):
             raise ValueError(
@@ -246,13 +278,19 @@ def is_our_own(model: nn.Module, plan: Mapping[str, str]) -> bool:
     ) and isinstance(model.config, GPTConfig)
 
 
-def on_a_copy(model: nn.Module, roles: Mapping[str, Role], look: Callable[[SmallCopy, bool], T]) -> T:
+def on_a_copy(
+    model: nn.Module,
+    roles: Mapping[str, Role],
+    look: Callable[[SmallCopy, bool], T],
+    *,
+    keeps_all: bool = False,
+) -> T:
     """What `look` finds on the first small copy that runs: as wide as the model (True), if that is quick; narrower; as
-    wide as it may be. Raises NoCopyError if none does."""
+    wide as it may be. `keeps_all`: of all blocks. Raises NoCopyError if none does."""
     why = ""
     for narrow, limit_bytes in _forms(model, roles):
         try:
-            return look(small_copy(model, roles, narrow, limit_bytes), narrow is None)
+            return look(small_copy(model, roles, narrow, limit_bytes, keeps_all=keeps_all), narrow is None)
         except (NoCopyError, NotRunError) as error:
             why = str(error)
     raise NoCopyError(why)

@@ -59,6 +59,7 @@ class SmallCopy:
     words: int
     padding: tuple[int, ...]
     """Words whose rows are not trained."""
+    has_all_blocks: bool = False
 
 
 class NoCopyError(ValueError):
@@ -112,7 +113,12 @@ def small_copy(
     if narrow is not None:
         narrow.divide_numbers(made)
     words, padding = _resize(made, left)
-    return SmallCopy(made.eval(), dict(left), words, padding)
+    return SmallCopy(made.eval(), dict(left), words, padding, has_all_blocks=keeps_all)
+
+
+def has_more_blocks(model: nn.Module, roles: Mapping[str, Role]) -> bool:
+    """Whether a small copy leaves out blocks."""
+    return bool(_alike(model, roles))
 
 
 def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:

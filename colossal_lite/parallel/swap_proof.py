@@ -10,6 +10,7 @@ rank of the real world finds the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,6 +135,17 @@ def prove(
     first = every[0]
     places = dict.fromkeys(place for each in every for place in each.where)
     return Difference(first.what, tuple(places))
+
+
+def check_finite(model: nn.Module, batch: Batch, criterion: ModelLoss | None = None) -> None:
+    """Raises NotRunError if the loss of a small copy is not finite: nothing can be compared with it."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            loss = _plain_run(deep_copy(model).train(), batch, criterion).loss
+        except Exception as error:  # of a user's code, whatever it is
+            raise NotRunError(f"{type(error).__name__}: {_line(error)}") from error
+    if not math.isfinite(loss):
+        raise NotRunError(f"its loss is {loss}")
 
 
 def run_plainly(model: nn.Module, batch: Batch) -> None:

@@ -321,6 +321,8 @@ class TensorParallel1D(Swap):
         adapter = next((self._adapters[a] for a in ancestors(name) if a in self._adapters), None)
         if adapter is None:
             mode = self.mode_at(name)
+            if mode is not self.mode and self.mode.sequence_parallel:  # between blocks the stream is cut
+                return partial(rows, mode.size, mode.coord, may_be_whole=True)
             is_cut = mode.sequence_parallel and not self._sees_whole(name)
             return partial(rows, mode.size, mode.coord) if is_cut else rows
         if adapter.role.name == "colwise":
