@@ -109,7 +109,10 @@ class Rows:
         are tokens where there are as many, else heads, channels or whatever follows the samples.
         Raises ValueError where something is cut and the shape does not tell which dim that is.
         """
-        samples, tokens = self.sample.numel(), {x.numel() for x in (self.position, self.part) if x is not None}
+        samples, tokens = (
+            self.sample.numel(),
+            {x.numel() for x in (self.position, self.part) if x is not None},
+        )
         turned = len(shape) > 1 and shape[0] != samples == shape[1] and shape[0] in tokens
         if turned:
             inner = (shape[0], *shape[2:])
@@ -137,7 +140,11 @@ class Rows:
             raise self._strange(op, shape, f"of the features {self.width} are here, and it has others")
         is_cut = self.part is not None and len(inner) > 1 and units == self.part.numel()
         position = self.part if self.part is not None and is_cut else self._positions(op, shape, units)
-        return replace(self, position=position, whole=None, width=0, part=None), (samples, units, features), turned
+        return (
+            replace(self, position=position, whole=None, width=0, part=None),
+            (samples, units, features),
+            turned,
+        )
 
     def _positions(self, op: str, shape: torch.Size, units: int) -> Tensor:
         if units == self.position.numel():
