@@ -245,8 +245,8 @@ class EngineState:
             if name := chunk.lost_change():
                 raise ValueError(
                     f"{what}: {name} was changed in place by other code than the engine (an optimizer of its own, "
-                    f"max_norm, or a hand). The change would be lost, as the value that is updated is elsewhere "
-                    f"({self._where()}); legal: engine.step, initialize(optimizer=...), or "
+                    f"max_norm, p.data = ..., or a hand). The change would be lost, as the value that is updated is "
+                    f"elsewhere ({self._where()}); legal: engine.step, initialize(optimizer=...), or "
                     f"engine.load_full_state_dict"
                 )
 

@@ -59,7 +59,7 @@ from colossal_lite.planner.dry_run import ValuesError
 from colossal_lite.planner.planner import plan as plan_of
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.activation_checkpoint import apply_activation_checkpoint, blocks_of
-from colossal_lite.transforms.batch_statistics import check_batchwide, check_max_norm
+from colossal_lite.transforms.batch_statistics import check_batchwide, check_max_norm, check_tables
 from colossal_lite.transforms.compile import compile_blocks
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
 from colossal_lite.zero.device_room import room_problems
@@ -220,6 +220,12 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
     check_labels_optional(module)
     check_batchwide(module, _cuts(context.config, context))
     check_max_norm(module, _copies(context.config, context))
+    check_tables(module, _cuts(context.config, context))
+    if name := next((n for n, p in module.named_parameters() if p.is_complex()), None):
+        raise ValueError(
+            f"model: the parameter {name} is complex, and weights, masters and moments are real; legal: "
+            f"torch.view_as_real of it as the parameter, and view_as_complex in forward"
+        )
     if context.config.parallel.pipeline.is_staged:
         check_hooks(module)
     return facts

@@ -81,6 +81,9 @@ class UserLoop:
     def backward(self, loss: Tensor, count: int | Tensor | None, factor: float) -> None:
         """Add the gradient of `loss`. `factor` of the learning rate is for updates in backward."""
         self._refuse("backward")
+        if loss.numel() != 1:
+            shape = tuple(loss.shape)
+            raise ValueError(f"backward: a loss of the shape {shape}; legal: one number, such as loss.mean()")
         step = self._step
         if step.by_count is not None and step.by_count != (count is not None):
             raise ValueError(

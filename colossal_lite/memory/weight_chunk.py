@@ -126,6 +126,7 @@ class WeightChunk:
         self.version = 0
         """How often the weights have changed."""
         self._versions: list[int] = []  # of the parameters, as our own changes have made them
+        self._storage = self.placeholder  # identity of that in which the parameters are
         self._gathering: PendingCollective | None = None
         self._incoming: Transfer | None = None
         self.going_home: Transfer | None = None
@@ -219,8 +220,12 @@ class WeightChunk:
         return not self.is_sharded
 
     def lost_change(self) -> str | None:
-        """The name of a parameter that was changed in place by others, where the next gather or update undoes it."""
-        if self.takes_changes:
+        """The name of a parameter that others have changed in place, where the next gather or update undoes it, or that
+        they have given other data."""
+        for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
+            if parameter.untyped_storage()._cdata != self._storage:
+                return entry.name
+        if self.takes_changes and self.weights is WeightState.WHOLE:
             return None
         changed = zip(self.spec.entries, self._parameters, self._versions, strict=True)
         return next((entry.name for entry, p, version in changed if p._version != version), None)
@@ -230,7 +235,7 @@ class WeightChunk:
         if not self.is_sharded:  # sharded weights are hidden already
             self.finish_gather()
             self.move_weights(WeightState.OWED)
-            self._hide()
+            self._hide_own()
 
     def run_deferred(self) -> None:
         """Show the weights again: their deferred update has run."""
@@ -243,7 +248,7 @@ class WeightChunk:
         if self.is_sharded or self.owned == (0, self.spec.numel):
             return
         self.move_weights(WeightState.SHARDED)
-        self._hide()
+        self._hide_own()
         self.move_weights(WeightState.GATHERING)
         self._gathering = self._gather(self.shards, self.local_shard, self.full_weight)
 
@@ -357,10 +362,18 @@ class WeightChunk:
         return int(self._nowhere.untyped_storage()._cdata)
 
     def _show(self) -> None:
+        self._storage = self.full_weight.untyped_storage()._cdata
         for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
             parameter.data = self.of(self.full_weight, entry, parameter.shape)
 
+    def _hide_own(self) -> None:
+        """Hide weights that are all here. What was changed in them before stays changed."""
+        self._hide()
+        if self.takes_changes:
+            self.note_versions()
+
     def _hide(self) -> None:
+        self._storage = self.placeholder
         for parameter, placeholder in zip(self._parameters, self._placeholders, strict=True):
             parameter.data = placeholder
 

@@ -340,6 +340,11 @@ class TensorParallel1D(Swap):
     def _first(self, name: str, module: Any, mode: Tensor1D, role: Role, heads: Heads | None) -> nn.Module:
         transposed = is_transposed(module)
         rows, inputs = module.weight.shape[::-1] if transposed else module.weight.shape
+        if heads is None and role.detail in ("qkv", "kv"):
+            raise ValueError(
+                f"plan: {name} has the role colwise:{role.detail}, and no module above it is an attention that says "
+                f"its heads; legal: the role attention there, or colwise:1+1+1"
+            )
         dim, factor = output_rows(rows, role, heads, mode.size)
         if factor is None:
             weight, bias = (

@@ -37,6 +37,24 @@ def check_batchwide(module: nn.Module, cuts: Sequence[str]) -> None:
         )
 
 
+def check_tables(module: nn.Module, cuts: Sequence[str]) -> None:
+    """Raises ValueError for a table whose gradient is sparse, or, where `cuts` split a batch, depends on how often its
+    words are in the whole of it."""
+    for name, each in module.named_modules():
+        if not isinstance(each, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if each.sparse:
+            raise ValueError(
+                f"model: {name} is a {type(each).__name__} with sparse=True, and gradients are summed as dense ones; "
+                f"legal: sparse=False"
+            )
+        if each.scale_grad_by_freq and cuts:
+            raise ValueError(
+                f"model: {name} is a {type(each).__name__} with scale_grad_by_freq=True: it counts words in a part of "
+                f"the batch, under {' and '.join(cuts)}; legal: scale_grad_by_freq=False, or the whole batch at once"
+            )
+
+
 def check_max_norm(module: nn.Module, settings: Sequence[str]) -> None:
     """Raises ValueError for a table with max_norm where `settings` keep copies of its rows that forward does not
     update."""

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import NoReturn
 from weakref import ref
 
 from torch import Tensor, nn
@@ -90,6 +91,9 @@ class GradientHooks:
         complete chunks may launch. `ends`: it is the last of the step, so sums over copies may follow. `frees`: no
         forward comes before the step, so time-shared weights are dropped with their gradients. `to_come`: the
         parameters whose gradients arrive now, once for each time; None: all, once."""
+        for own in self._parameters:
+            if own.grad is not None:
+                self._refuse_gradient(own)
         self._reduces, self._ends, self._frees, self._seed = is_last, is_last and ends, frees, seed
         self._is_once, self._is_reduced = is_last and to_come is None, False
         self._arrived.clear()
@@ -99,6 +103,16 @@ class GradientHooks:
             if (number := self._chunk_of.get(id(parameter))) is not None:
                 self._missing[number] += 1
         self._next, self._complete = len(self._chunks) - 1, 0
+
+    def _refuse_gradient(self, parameter: nn.Parameter) -> NoReturn:
+        chunk = self._chunks[self._chunk_of[id(parameter)]]
+        name = next(
+            e.name for e, p in zip(chunk.spec.entries, chunk._parameters, strict=True) if p is parameter
+        )
+        raise ValueError(
+            f"backward: {name}.grad was set by other code than the engine. It would be added to the gradient of this "
+            f"step; legal: .grad=None. clip_grad_norm of the config clips, and engine.full_gradients() gives gradients"
+        )
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
