@@ -235,7 +235,7 @@ class EngineState:
 
     def _note_versions(self) -> None:
         for chunk in (*self._chunks, *self._frozen):
-            chunk.note_versions()
+            chunk.regain_parameters()
 
     # ---- steps that do not end well ----
 

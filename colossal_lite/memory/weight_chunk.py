@@ -214,6 +214,14 @@ class WeightChunk:
         """All weights were set: what changed them before does not matter."""
         self._versions = [parameter._version for parameter in self._parameters]
 
+    def regain_parameters(self) -> None:
+        """All weights were set: parameters are views of them again, whatever others have done with them."""
+        if self.weights is WeightState.WHOLE:
+            self._show()
+        elif self.weights in (WeightState.SHARDED, WeightState.OWED):
+            self._hide()
+        self.note_versions()
+
     @property
     def takes_changes(self) -> bool:
         """Whether a parameter that is changed in place stays changed: it is then the value that is updated."""

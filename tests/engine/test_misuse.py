@@ -158,6 +158,100 @@ def test_a_change_of_weights_that_are_the_values_updated_stays(ranks: int, confi
     assert run_world(changed_for_good, ranks, config) == [("", True)] * ranks
 
 
+# ---- what strangers do to weights and gradients ----
+
+
+def halved(weight: Tensor) -> None:
+    weight.data = weight.data * 0.5
+
+
+HANDS: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {
+    "other data": (halved, {}),
+    "other data of a shard": (halved, dict(zero=dict(stage=3))),
+    "a fill of hidden weights": (lambda weight: weight.fill_(0.1), dict(zero=dict(stage=1))),
+    "rows of hidden weights": (lambda weight: weight[0].zero_(), dict(zero=dict(stage=2))),
+}
+
+
+def handled(env: RankEnv, what: str) -> tuple[str, float, float]:
+    """What a step tells after weights were changed so between two steps. Its loss after the weights before were
+    loaded, and what it would have been."""
+    change, more = HANDS[what]
+    with env.launch(SGD | more) as context:
+        engine = cl.initialize(model(), context=context)
+        engine.train_step(batch())
+        state, loss = engine.full_state_dict(), float(engine.eval_step(batch()))
+        engine.train_step(batch())
+        with torch.no_grad():
+            change(engine.model[1].weight)
+        told = told_of(lambda: engine.train_step(batch()))
+        engine.load_full_state_dict(state)
+        return told, float(engine.eval_step(batch())), loss
+
+
+@pytest.mark.parametrize("what", HANDS)
+def test_weights_that_a_hand_replaces_or_changes_while_they_are_hidden_are_refused(what: str) -> None:
+    for told, loss, before in run_world(handled, 2, what):
+        assert "1.weight was changed in place by other code than the engine" in told and loss == before
+
+
+def with_gradient(env: RankEnv) -> tuple[str, bool]:
+    with env.launch(SGD) as context:
+        engine = cl.initialize(model(), context=context)
+        engine.model[1].weight.grad = torch.ones_like(engine.model[1].weight)
+        told = told_of(lambda: engine.train_step(batch()))
+        engine.zero_grad()
+        return told, bool(torch.isfinite(engine.train_step(batch()).loss))
+
+
+def test_a_gradient_that_a_hand_has_set_is_refused_before_it_is_added() -> None:
+    for told, goes_on in run_world(with_gradient, 2):
+        assert told.startswith("backward: 1.weight.grad was set by other code") and goes_on
+
+
+class Phases(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.turn = nn.Embedding(8, 8), nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return (self.words(ids) * self.turn).real
+
+
+def refused(env: RankEnv, what: str) -> str:
+    made = {
+        "complex": Phases,
+        "sparse": lambda: nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8)),
+        "counts": lambda: nn.Sequential(nn.Embedding(8, 8, scale_grad_by_freq=True), nn.Linear(8, 8)),
+    }[what]
+    torch.manual_seed(0)
+    with env.launch(SGD) as context:
+        return told_of(lambda: cl.initialize(made(), context=context))
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("complex", "the parameter turn is complex"), ("sparse", "sparse=True"), ("counts", "scale_grad_by_freq=True"),
+    ],
+)  # fmt: skip
+def test_parameters_whose_training_would_be_another_are_refused_by_name(what: str, says: str) -> None:
+    for told in run_world(refused, 2, what):
+        assert says in told and "legal: " in told
+
+
+def test_a_loss_of_many_numbers_is_refused() -> None:
+    for told in run_world(many_numbers, 1):
+        assert "a loss of the shape (3,)" in told
+
+
+def many_numbers(env: RankEnv) -> str:
+    with env.launch(SGD) as context:
+        engine = cl.initialize(model(), context=context)
+        loss = loss_of(engine(batch()[0]))
+        return told_of(lambda: engine.backward(loss.expand(3)))
+
+
 # ---- skipped steps ----
 
 
