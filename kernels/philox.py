@@ -86,8 +86,8 @@ class Rows:
     global batch.  position [T] int64: index in the whole sequence.  feature: global index of the first local
     feature.
     For tensors of other shapes (`fitted`), what is cut here.  whole [T'] int64: positions of all tokens; `position`
-    is a part of them.  part [T''] int64: those of this rank, where only the tensor tells whether it is cut: it then has
-    as many tokens.  width: features of the local part.  heads: first and number of the local heads.
+    is a part of them.  part [T''] int64: those of this rank.  A tensor with as many tokens is cut.  width: features of
+    the local part.  heads: first and number of the local heads.
     tokens: of the whole sequence; those behind are padding.  None: there is none.
     """
 

@@ -223,8 +223,8 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
     check_tables(module, _cuts(context.config, context))
     if name := next((n for n, p in module.named_parameters() if p.is_complex()), None):
         raise ValueError(
-            f"model: the parameter {name} is complex, and weights, masters and moments are real; legal: "
-            f"torch.view_as_real of it as the parameter, and view_as_complex in forward"
+            f"model: the parameter {name} is complex. Masters and moments are real. Legal: a real parameter, and "
+            f"torch.view_as_complex of it in forward"
         )
     if context.config.parallel.pipeline.is_staged:
         check_hooks(module)

@@ -228,8 +228,8 @@ class WeightChunk:
         return not self.is_sharded
 
     def lost_change(self) -> str | None:
-        """The name of a parameter that others have changed in place, where the next gather or update undoes it, or that
-        they have given other data."""
+        """The name of a parameter that others have given other data. Or that they have changed in place, where the next
+        gather or update undoes it."""
         for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
             if parameter.untyped_storage()._cdata != self._storage:
                 return entry.name

@@ -138,8 +138,8 @@ class StatePlacement:
 
     @property
     def _with_early_records(self) -> ArenaPlan:
-        """As `arena`, in as many bytes. The records that come before the first update exist from the beginning of a
-        backward on, as many as there is room for. None where weights cross the same link then."""
+        """As `arena`, in as many bytes. The records that come before the first update exist from a backward on, if
+        there is room. None do where weights cross the same link then."""
         plan, what = self.arena, VISITING[StateKind.OPTIMIZER].what
         if any(name.kind in (StateKind.WEIGHTS, StateKind.FROZEN) for name in self.on_host):
             return plan

@@ -285,8 +285,8 @@ def on_a_copy(
     *,
     keeps_all: bool = False,
 ) -> T:
-    """What `look` finds on the first small copy that runs: as wide as the model (True), if that is quick; narrower; as
-    wide as it may be. `keeps_all`: of all blocks. Raises NoCopyError if none does."""
+    """What `look` finds on the first small copy that runs. Copies are as wide as the model (True), if that is quick;
+    narrower; as wide as they may be. `keeps_all`: of all blocks. Raises NoCopyError if none runs."""
     why = ""
     for narrow, limit_bytes in _forms(model, roles):
         try:

@@ -342,8 +342,8 @@ class TensorParallel1D(Swap):
         rows, inputs = module.weight.shape[::-1] if transposed else module.weight.shape
         if heads is None and role.detail in ("qkv", "kv"):
             raise ValueError(
-                f"plan: {name} has the role colwise:{role.detail}, and no module above it is an attention that says "
-                f"its heads; legal: the role attention there, or colwise:1+1+1"
+                f"plan: {name} has the role colwise:{role.detail}. No module above it has the role attention, which "
+                f"says its heads. Legal: that role, or colwise:1+1+1"
             )
         dim, factor = output_rows(rows, role, heads, mode.size)
         if factor is None:

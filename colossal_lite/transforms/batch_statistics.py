@@ -38,8 +38,8 @@ def check_batchwide(module: nn.Module, cuts: Sequence[str]) -> None:
 
 
 def check_tables(module: nn.Module, cuts: Sequence[str]) -> None:
-    """Raises ValueError for a table whose gradient is sparse, or, where `cuts` split a batch, depends on how often its
-    words are in the whole of it."""
+    """Raises ValueError for a table whose gradient is sparse. And, where `cuts` split a batch, for one whose gradient
+    depends on how often a word is in the batch."""
     for name, each in module.named_modules():
         if not isinstance(each, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -50,8 +50,8 @@ def check_tables(module: nn.Module, cuts: Sequence[str]) -> None:
             )
         if each.scale_grad_by_freq and cuts:
             raise ValueError(
-                f"model: {name} is a {type(each).__name__} with scale_grad_by_freq=True: it counts words in a part of "
-                f"the batch, under {' and '.join(cuts)}; legal: scale_grad_by_freq=False, or the whole batch at once"
+                f"model: {name} is a {type(each).__name__} with scale_grad_by_freq=True. It counts words in a part of "
+                f"the batch ({' and '.join(cuts)}). Legal: scale_grad_by_freq=False, or the whole batch at once"
             )
 
 

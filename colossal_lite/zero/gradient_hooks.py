@@ -111,7 +111,7 @@ class GradientHooks:
         )
         raise ValueError(
             f"backward: {name}.grad was set by other code than the engine. It would be added to the gradient of this "
-            f"step; legal: .grad=None. clip_grad_norm of the config clips, and engine.full_gradients() gives gradients"
+            f"step; legal: .grad=None, clip_grad_norm of the config, engine.full_gradients()"
         )
 
     @contextmanager
