@@ -71,6 +71,8 @@ class SkippedSteps:
     """Warns of skipped steps, and ends a run that skips too many in a row."""
 
     limit: int | None
+    hides_weights: bool = False
+    """Whether weights are NaN where no module reads them."""
     in_a_row: int = 0
 
     def note(self, skipped: int | None, totals: StepTotals, *, tells: bool) -> None:
@@ -80,6 +82,10 @@ class SkippedSteps:
         if skipped is None:
             return
         told = f"step {skipped} changed nothing, as {totals.why_skipped}"
+        if self.hides_weights and math.isnan(totals.loss):
+            told += (
+                " (zero and offload keep NaN for a weight that is read between steps, or by another module)"
+            )
         if self.limit is not None and self.in_a_row >= self.limit:
             raise ValueError(
                 f"{told}; that is {self.in_a_row} in a row, and optimizer.max_skipped_steps={self.limit}; legal: a "
