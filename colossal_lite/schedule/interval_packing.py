@@ -165,10 +165,10 @@ def pack_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_
 
 def packed_apart(plan: ArenaPlan, longer: Mapping[tuple[str, int], LiveRange]) -> ArenaPlan:
     """The plan with other offsets, at which live ranges may last as long as in `longer`, by kind and number. The same
-    plan if that takes more bytes."""
+    plan if that takes other bytes."""
     ranges = [longer.get((one.what, one.number), one) for one in plan.live_ranges]
     found = pack_live_ranges(ranges, plan.align_bytes)
-    return replace(plan, offsets=found.offsets) if found.bytes <= plan.bytes else plan
+    return replace(plan, offsets=found.offsets) if found.bytes == plan.bytes else plan
 
 
 def held_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_ALIGN_BYTES) -> int:

@@ -64,6 +64,8 @@ class GradientHooks:
         self._ended_by = dict(zip(rooms, rooms[self._most :], strict=False))
         """Chunk -> the one whose sum is over when its own begins: both take room, and there is no more of it."""
         self._parameters = [parameters[entry.name] for chunk in self._chunks for entry in chunk.spec.entries]
+        for own in self._parameters:
+            own.grad = None  # of a loop before this engine
         self._chunk_of = {
             id(parameters[entry.name]): number
             for number, chunk in enumerate(self._chunks)

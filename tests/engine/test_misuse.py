@@ -204,6 +204,23 @@ def with_gradient(env: RankEnv) -> tuple[str, bool]:
         return told, bool(torch.isfinite(engine.train_step(batch()).loss))
 
 
+def test_gradients_of_a_loop_before_the_engine_are_in_no_update() -> None:
+    ((found, truth),) = run_world(after_a_loop, 1)
+    assert found == truth
+
+
+def after_a_loop(env: RankEnv) -> tuple[float, float]:
+    losses = []
+    for leaves in (True, False):
+        made = model()
+        if leaves:
+            loss_of(made(batch()[0])).backward()
+        with env.launch(SGD) as context:
+            engine = cl.initialize(made, context=context)
+            losses.append([float(engine.train_step(batch()).loss) for _ in range(2)][1])
+    return losses[0], losses[1]
+
+
 def test_a_gradient_that_a_hand_has_set_is_refused_before_it_is_added() -> None:
     for told, goes_on in run_world(with_gradient, 2):
         assert told.startswith("backward: 1.weight.grad was set by other code") and goes_on
