@@ -485,11 +485,10 @@ SEVERAL: dict[str, dict[str, Any]] = {
     "name", [pytest.param(n, marks=[pytest.mark.campaign] * (n != "stage 3")) for n in SEVERAL]
 )
 def test_each_process_of_a_world_holds_what_is_planned(name: str) -> None:
-    """Each rank by its own peak, what it posts for the other to read and what it reads of it included. The less of two
-    runs: up to 6 % more, on busy cores, hangs on when threads run."""
+    """Each rank by its own peak, what it posts for the other to read and what it reads of it included."""
     model = dict(vocabulary=2048, layers=6, heads=6, width=384, sequence=256)
-    runs = [resident_bytes(model, 8, SEVERAL[name], 2) for _ in range(2)]
-    for rank, held in enumerate(map(min, *runs)):
+    found = resident_bytes(model, 8, SEVERAL[name], 2)
+    for rank, held in enumerate(found):
         predicted = plan(
             SEVERAL[name], GPTConfig(**model), batch=8, sequence=256, world_size=2, rank=rank, one_host=True
         )
@@ -502,4 +501,4 @@ def test_each_process_of_a_world_holds_what_is_planned(name: str) -> None:
 def test_libraries_take_what_the_planner_says() -> None:
     """A process that loads more (torch's compiler is 155 MB) is a fault of its imports."""
     tiny = dict(vocabulary=64, layers=1, heads=2, width=16, sequence=16)
-    assert resident_bytes(tiny, 1, dict(precision="fp32")) == pytest.approx([LIBRARIES_BYTES], rel=0.25)
+    assert resident_bytes(tiny, 1, dict(precision="fp32")) == pytest.approx([LIBRARIES_BYTES], rel=0.1)
