@@ -15,9 +15,9 @@ from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.observe.tables import size
 from colossal_lite.schedule.simulator import ScheduleTimeline
 
-# Overheads of a process on a CPU, with torch 2.13 and glibc 2.36 on 2026-11-21, libraries on 2026-11-26; a test measures both again.  Libraries:
-# resident memory of two steps of a model of 50 KB, less that of importing torch.  Allocator: glibc keeps 14 to 26 % of
-# a step's freed memory, over five models of 260 to 620 MB.  With its threshold for mapping at 128 KiB
+# Overheads of a process on a CPU, with torch 2.13 and glibc 2.36; a test measures both again.  Libraries, 2026-11-26:
+# resident memory of two steps of a model of 50 KB, less that of importing torch.  Allocator, 2026-11-21: glibc keeps 14
+# to 26 % of a step's freed memory, over five models of 260 to 620 MB.  With its threshold for mapping at 128 KiB
 # (MALLOC_MMAP_THRESHOLD_) it keeps nothing.
 LIBRARIES_BYTES = 48 * 2**20
 COMPILER_BYTES = 140 * 2**20
