@@ -89,6 +89,8 @@ class Batch:
 
     def cut(self, parts: int) -> tuple[Batch, ...]:
         """`parts` consecutive micro-batches whose sizes differ by one at most, larger ones first; some may be empty."""
+        if parts == 1:
+            return (self,)
 
         def piece(tensor: Tensor, part: int) -> Tensor:
             return tensor.tensor_split(parts)[part]

@@ -369,6 +369,12 @@ class WeightChunk:
         """Identity of the storage that parameters have while the weights are not gathered."""
         return int(self._nowhere.untyped_storage()._cdata)
 
+    @property
+    def seen_in(self) -> int:
+        """Identity of the storage by which a read is known: of the weights, or, if they are sharded, of the
+        placeholder."""
+        return self.placeholder if self.is_sharded else self._storage
+
     def _show(self) -> None:
         self._storage = self.full_weight.untyped_storage()._cdata
         for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):

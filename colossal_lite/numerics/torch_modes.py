@@ -1,12 +1,24 @@
-"""Leaves the modes of a model's forward while the framework itself computes."""
+"""What modes of torch see of a forward, and how the framework itself computes without them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+READ_NO_VALUES = frozenset(
+    {
+        aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+        aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+    }
+)  # fmt: skip
+"""Operations that take of a tensor its shape and dtype alone."""
 
 
 @contextmanager
@@ -19,3 +31,14 @@ def without_modes() -> Iterator[None]:
             return
         with _disable_current_modes():
             yield
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors among the arguments or results of an operation."""
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The identity of a tensor's storage, while that lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key

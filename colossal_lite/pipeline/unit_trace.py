@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from colossal_lite.numerics.torch_modes import READ_NO_VALUES, storage_of, tensors_in
 from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
     NoCopyError,
@@ -40,14 +41,6 @@ from colossal_lite.transforms.activation_checkpoint import blocks_of
 
 Place = int | str
 """An argument or a member of a result: its number, or its name."""
-aten = torch.ops.aten
-READ_NO_VALUES = frozenset(
-    {
-        aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
-        aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
-    }
-)  # fmt: skip
-"""Operations that take of a tensor its shape and dtype alone."""
 
 
 class UnitsError(ValueError):
@@ -90,7 +83,7 @@ class ValuesOfIds(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args, kwargs or {}
-        tensors = _tensors(given)
+        tensors = tensors_in(given)
         if not any(t.is_meta for t in tensors):
             args, kwargs = tree_map(_off_meta, given)
             return func(*args, **kwargs)
@@ -259,8 +252,8 @@ class _Watch(TorchDispatchMode):
         if func in READ_NO_VALUES:
             return out
         is_made = False
-        for tensor in _tensors((args, kwargs)):
-            key = _storage(tensor)
+        for tensor in tensors_in((args, kwargs)):
+            key = storage_of(tensor)
             if key in self.names:
                 self._read(self.names[key])
                 is_made = True
@@ -269,15 +262,15 @@ class _Watch(TorchDispatchMode):
                 if self.made[key] != self.unit:
                     self._refuse_left_behind(self.made[key])
         if func._schema.is_mutable and args and isinstance(args[0], Tensor) and self.unit:
-            if _storage(args[0]) == self.boundary:
+            if storage_of(args[0]) == self.boundary:
                 self.written.add(self.unit)
         if is_made:
-            for tensor in _tensors(out):
+            for tensor in tensors_in(out):
                 self._mark(tensor)
         return out
 
     def _mark(self, tensor: Tensor) -> None:
-        self.made[_storage(tensor)] = self.unit
+        self.made[storage_of(tensor)] = self.unit
         self.alive.append(tensor)
 
     def _read(self, names: Sequence[str]) -> None:
@@ -356,7 +349,7 @@ class _Watch(TorchDispatchMode):
         if self.depth:
             return
         self.outside = ""
-        if self.inside is None and any(_storage(t) in self.made for t in _tensors(out)):
+        if self.inside is None and any(storage_of(t) in self.made for t in tensors_in(out)):
             self.callers.setdefault(name, set()).add(self.unit)
 
     def _begin(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -368,7 +361,9 @@ class _Watch(TorchDispatchMode):
             )
         given = [*enumerate(args), *kwargs.items()]
         came = [(p, t) for p, t in given if isinstance(t, Tensor) and self._is_fresh(t)]
-        hidden = [p for p, v in given if not isinstance(v, Tensor) and any(map(self._is_fresh, _tensors(v)))]
+        hidden = [
+            p for p, v in given if not isinstance(v, Tensor) and any(map(self._is_fresh, tensors_in(v)))
+        ]
         kinds = {id(t) for _, t in came}
         if hidden or not came or (index == 0 and len(kinds) > 1):
             what = f"{len(kinds)} tensors of parameters" if came else "none as an argument of its own"
@@ -379,8 +374,8 @@ class _Watch(TorchDispatchMode):
                 f"that parameters made, beside masks, positions and tables that the batch and buffers make; a method "
                 f"pipeline_sections() (docs/pipeline.md); or pipeline=1"
             )
-        for value in _tensors((args, kwargs)):
-            key = _storage(value)
+        for value in tensors_in((args, kwargs)):
+            key = storage_of(value)
             if key in self.made and self.made[key] != self.unit:
                 self._refuse_left_behind(self.made[key])
         stream = came[0][1]
@@ -391,12 +386,12 @@ class _Watch(TorchDispatchMode):
         self.passages.append(Passage(self.blocks[index], takes, None, {}))
 
     def _is_fresh(self, tensor: Tensor) -> bool:
-        return self.made.get(_storage(tensor)) == self.unit
+        return self.made.get(storage_of(tensor)) == self.unit
 
     def _pass_on(self, stream: Tensor) -> None:
         self.unit += 1
         self._mark(stream)
-        self.boundary = _storage(stream)
+        self.boundary = storage_of(stream)
 
     def _end(self, index: int, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         taken = self.passages[-1].takes
@@ -472,12 +467,3 @@ def _ancestors(name: str) -> list[str]:
     """A module's name and those of the modules around it, the innermost first."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-
-
-def _storage(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key

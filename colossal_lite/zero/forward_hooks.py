@@ -4,9 +4,11 @@ Note: gates.
 From stage 1 on a rank updates its shard of a chunk and gathers the others' shards.  It does so chunk by chunk in
 forward order, while the next forward already runs.  A hook before the forward of every module with parameters waits for
 their chunks.  So a chunk that is used late has all the time before it.  A parameter that is read in any other way
-during its gather is NaN (memory/chunk.py), until `flush`.  At stage 3 the same gates gather (zero/sharded_weights.py),
-or the list of a pipeline does (zero/stage_weights.py).  The gates also run deferred updates of the last step
-(zero/deferred_updates.py), all of them before a forward ends.  Where shards are gathered, they run one chunk ahead.
+during its gather is NaN (memory/chunk.py), until `flush`.  The first forwards are watched for such reads
+(zero/outside_reads.py).  Weights that they read early are complete before each forward from then on.  At stage 3 the
+same gates gather (zero/sharded_weights.py), or the list of a pipeline does (zero/stage_weights.py).  The gates also run
+deferred updates of the last step (zero/deferred_updates.py), all of them before a forward ends.  Where shards are
+gathered, they run one chunk ahead.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from colossal_lite.memory.chunk import Chunk
@@ -23,6 +26,7 @@ from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.torch_modes import without_modes
 from colossal_lite.schedule.plan import Action
 from colossal_lite.zero.deferred_updates import DeferredUpdates
+from colossal_lite.zero.outside_reads import OutsideReads
 
 
 class ForwardGates:
@@ -35,9 +39,15 @@ class ForwardGates:
         """`parameters`: those of `module` by the names that the chunks have for them; `frozen`: the chunks that never
         change, where they need gates."""
         self._module, self._chunks = module, tuple(chunks)
+        self._all: dict[int, WeightChunk] = {chunk.spec.id: chunk for chunk in (*chunks, *frozen)}
         self._names_only = False
         self._place = {chunk.spec.id: place for place, chunk in enumerate(self._chunks)}
         self._deferred: DeferredUpdates | None = None
+        self._read_early: dict[
+            int, int
+        ] = {}  # stage -> the last place of a chunk that is read before its gate
+        self._was_seen: set[tuple[int, bool]] = set()  # stages that were watched, with gradients or without
+        self._asked: set[int] = set()  # chunks that gates have asked for in this forward
         names = {id(parameter): name for name, parameter in parameters.items()}
         chunk_of: dict[str, WeightChunk] = {e.name: c for c in (*chunks, *frozen) for e in c.spec.entries}
         self._handles: list[Any] = []
@@ -49,10 +59,38 @@ class ForwardGates:
         self._handles.append(module.register_state_dict_pre_hook(lambda *_: self._before_state_dict()))
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around the forward of one micro-batch, also where this rank has none."""
-        yield
+    def forward(self, stage: int = 0) -> Iterator[None]:
+        """Around the forward of one micro-batch by a stage, also where this rank has none."""
+        with self._watched(stage):
+            yield
         self.run_deferred()
+
+    @contextmanager
+    def _watched(self, stage: int) -> Iterator[None]:
+        """The first forward in each mode is watched; what a later one reads early is complete before it begins."""
+        key = stage, torch.is_grad_enabled()
+        if key in self._was_seen:
+            if (last := self._read_early.get(stage, -1)) >= 0:
+                self._run_deferred_until(last)
+                for chunk in self._chunks[: last + 1]:
+                    chunk.finish_gather()
+            yield
+            return
+        ForwardGates.flush(self)
+        self._asked.clear()
+        with OutsideReads(self._all.values(), partial(self._note_read, stage)) as watch:
+            yield
+        if watch.has_seen:  # else this rank has no samples
+            self._was_seen.add(key)
+
+    def watch_again(self) -> None:
+        """After a step whose loss was no number: weights may be read that the first forwards did not read."""
+        self._was_seen.clear()
+
+    def _note_read(self, stage: int, chunk: WeightChunk) -> None:
+        """An operation reads weights of this chunk."""
+        if chunk.spec.id in self._place and chunk.spec.id not in self._asked:
+            self._read_early[stage] = max(self._read_early.get(stage, -1), self._place[chunk.spec.id])
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -171,4 +209,5 @@ class ForwardGates:
             is_gathered = any(chunk.sharding_axes for chunk in needed)
             self._run_deferred_until(max(self._place[chunk.spec.id] for chunk in needed) + is_gathered)
         for chunk in needed:
+            self._asked.add(chunk.spec.id)
             chunk.finish_gather()

@@ -88,10 +88,10 @@ class ParameterGather(ShardedWeights):
         return {} if self.plan is None else self.plan.kept
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, stage: int = 0) -> Iterator[None]:
         self._begin(Phase.FORWARD)
         keeps = torch.is_grad_enabled()
-        with saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext():
+        with saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext(), self._watched(stage):
             yield
         self._end()
         self.run_deferred()

@@ -113,9 +113,9 @@ class StageGather(ShardedWeights):
             chunk.finish_gather()
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        keeps = torch.is_grad_enabled()
-        with saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext(), super().forward():
+    def forward(self, stage: int = 0) -> Iterator[None]:
+        hooks = saved_tensors_hooks(self._pack, self._unpack) if torch.is_grad_enabled() else nullcontext()
+        with hooks, super().forward(stage):
             yield
 
     @property

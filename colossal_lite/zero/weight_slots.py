@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,6 @@ class ShardedWeights(ForwardGates):
         frozen: Sequence[WeightChunk] = (),
     ) -> None:  # fmt: skip
         """As `ForwardGates`; `frozen`: the chunks that do not train."""
-        self._all: dict[int, WeightChunk] = {chunk.spec.id: chunk for chunk in (*chunks, *frozen)}
-        self._placeholders = {chunk.placeholder: chunk for chunk in self._all.values() if chunk.is_sharded}
         self.up: Link | None = None
         """The link for shards that rest on the host."""
         self._arena: Tensor | None = None
@@ -48,6 +46,7 @@ class ShardedWeights(ForwardGates):
         self._wanted: dict[int, int] = {}  # chunk -> offset, of one that is fetched when its update has run
         self._all_sharded = all(chunk.is_sharded for chunk in chunks)
         super().__init__(module, parameters, chunks, frozen)
+        self._placeholders = {chunk.placeholder: chunk for chunk in self._all.values() if chunk.is_sharded}
 
     @property
     def arena_bytes(self) -> int:
@@ -116,12 +115,21 @@ class ShardedWeights(ForwardGates):
                 if (view := self._all[index].saved(tensor)) is not None:
                     return view
         if (chunk := self._placeholders.get(storage)) is not None:
-            names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
-            raise ValueError(
-                f"model: one of {names}, ... is read while it is not gathered; at zero.stage=3 a weight is read by "
-                f"calling the module that owns it; or use zero.stage=2"
-            )
+            self._refuse_read(chunk)
         return tensor, tensor._version
+
+    def _note_read(self, stage: int, chunk: WeightChunk) -> None:
+        if chunk.is_sharded:
+            self._refuse_read(chunk)
+        super()._note_read(stage, chunk)
+
+    @staticmethod
+    def _refuse_read(chunk: WeightChunk) -> NoReturn:
+        names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
+        raise ValueError(
+            f"model: one of {names}, ... is read while it is not gathered; at zero.stage=3 a weight is read by "
+            f"calling the module that owns it; or use zero.stage=2"
+        )
 
     @staticmethod
     def _checked(saved: tuple[Tensor, int]) -> Tensor:

@@ -1,0 +1,59 @@
+"""Watches the first forwards of a model for weights that are read where no gate has asked for them.
+
+Note: why to watch.
+A gate stands before the forward of a module, and asks for the weights that this module owns.  Code may read a weight
+without calling its owner, as in `x @ self.codebook.weight.T`.  Where weights are hidden until a gate asks, such code
+would read NaN.  Autograd's saved tensors show some of these reads, but none under `no_grad` and none of a sum.  So the
+first forward in each mode (with gradients, and without) is seen operation by operation.  Whoever asks for the watch
+then learns of each weight that was read before its gate.  A view reads nothing.  Cost: the CPU time of two forwards,
+some microseconds for each of their operations.  Code that first runs in a later forward is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.numerics.torch_modes import READ_NO_VALUES, storage_of, tensors_in
+
+
+class OutsideReads(TorchDispatchMode):
+    """One forward, seen operation by operation."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, chunks: Iterable[WeightChunk], read: Callable[[WeightChunk], object]) -> None:
+        """`read` is called with a chunk whose weights, or what stands for them, an operation reads."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._read = read
+        self.has_seen = False
+        """Whether there was an operation."""
+        self._chunks: dict[int, list[WeightChunk]] = {}
+        for chunk in chunks:
+            self._chunks.setdefault(chunk.seen_in, []).append(chunk)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method below, which imports its compiler
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled blocks stay compiled
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_seen = True
+        is_view = isinstance(func, OpOverload) and func.is_view
+        if not is_view and func not in READ_NO_VALUES:
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.layout is not torch.strided:
+                    continue
+                chunks = self._chunks.get(storage_of(tensor), ())
+                for chunk in chunks:
+                    if len(chunks) == 1 or chunk.saved(tensor) is not None:
+                        self._read(chunk)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,234 @@
+"""A weight that code reads without calling the module that owns it has the serial values, or is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import colossal_lite as cl
+from colossal_lite.pipeline.model_units import UnitModules
+from tests.shared.pool import RankEnv, run_world
+
+WORDS, WIDTH, CODES = 16, 8, 6
+SGD = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), seed=3, timeout_s=60)
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Reads(nn.Module):
+    """Reads weights in a way that no gate sees, as `way` says."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.codes = nn.Embedding(CODES, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        if self.way == "nearest":  # of a table, as a quantizer finds it
+            with torch.no_grad():
+                nearest = torch.cdist(x, self.codes.weight.expand(len(x), -1, -1)).argmin(-1)
+            x = x + self.codes(nearest)
+        elif self.way == "norm":
+            x = x / (1 + self.head.weight.detach().norm())
+        elif self.way == "sum":  # autograd saves no term of a sum
+            x = x + self.blocks[3].inner.bias
+        elif self.way == "shape":  # reads no value
+            x = x + torch.zeros_like(self.head.weight).sum() + self.codes.weight.shape[0]
+        elif self.way == "evaluated" and not self.training:
+            x = x * self.codes.weight.abs().max()
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Staged(Reads):
+    """Says its units itself. The first one reads its own table and the last one its head, before they call these."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.begin(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.end(x)
+
+    def begin(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.words(ids) / (1 + self.words.weight.detach().norm())
+        return x
+
+    def end(self, x: Tensor) -> Tensor:
+        scale = 1 + self.head.weight.detach().norm()
+        logits: Tensor = self.head(x / scale + self.codes.weight.mean())
+        return logits
+
+    def pipeline_sections(self) -> Sections:
+        return Sections(self)
+
+
+class Sections:
+    def __init__(self, module: Staged) -> None:
+        self.module = module
+        blocks = (UnitModules(f"block {i}", (f"blocks.{i}",)) for i in range(4))
+        self.parts = (UnitModules("first", ("words",)), *blocks, UnitModules("last", ("codes", "head")))
+
+    def run(self, start: int, stop: int, carried: Tensor | None, batch: Any) -> Tensor:
+        x = self.module.begin(batch.inputs) if carried is None else carried
+        for i in range(max(start, 1), min(stop, 5)):
+            x = self.module.blocks[i - 1](x)
+        return self.module.end(x) if stop > 5 else x
+
+
+def model(way: str) -> Reads:
+    torch.manual_seed(0)
+    return (Staged if way == "staged" else Reads)(way).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    ids = torch.randint(WORDS, (STEPS, 4, 6), generator=torch.Generator().manual_seed(1))
+    return [(x[:, :-1].contiguous(), x[:, 1:].contiguous()) for x in ids]
+
+
+def loss_of(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(module(inputs).flatten(0, 1), labels.flatten())
+
+
+def serial(way: str) -> tuple[list[float], float, dict[str, Tensor]]:
+    """Losses of some steps, the loss of an evaluation after them, and the weights."""
+    plain, losses = model(way), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for inputs, labels in batches():
+        loss = loss_of(plain, inputs, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    with torch.no_grad():
+        evaluated = float(loss_of(plain.eval(), *batches()[0]))
+    return losses, evaluated, {name: p.detach() for name, p in plain.named_parameters()}
+
+
+def parallel(env: RankEnv, way: str, more: dict[str, Any]) -> tuple[list[float], float, dict[str, Tensor]]:
+    with env.launch(SGD | dict(memory=dict(chunk_bytes=256)) | more) as context:
+        engine = cl.initialize(model(way), context=context)
+        mine = slice(env.rank, None, env.world_size)
+        losses = [
+            float(engine.train_step((inputs[mine].contiguous(), labels[mine].contiguous())).loss)
+            for inputs, labels in batches()
+        ]
+        inputs, labels = batches()[0]
+        evaluated = float(engine.eval_step((inputs[mine].contiguous(), labels[mine].contiguous())))
+        return losses, evaluated, engine.full_state_dict()
+
+
+def assert_serial(got: tuple[list[float], float, dict[str, Tensor]], way: str) -> None:
+    losses, evaluated, weights = serial(way)
+    assert got[0] == pytest.approx(losses, rel=1e-12) and got[1] == pytest.approx(evaluated, rel=1e-12)
+    for name, weight in weights.items():
+        torch.testing.assert_close(got[2][name], weight, rtol=1e-11, atol=1e-13)
+
+
+def offloaded(stage: int) -> dict[str, Any]:
+    return dict(
+        zero=dict(stage=stage),
+        memory=dict(placement="host", chunk_bytes=256, rates=dict(up=10**9, down=10**9)),
+    )
+
+
+SHARDED_STATE = {
+    "zero 1": dict(zero=dict(stage=1)),
+    "zero 2": dict(zero=dict(stage=2)),
+    "zero 2, state on the host": offloaded(2),
+    "accumulated": dict(zero=dict(stage=1), gradient_accumulation=2),
+}
+
+
+@pytest.mark.parametrize("way", ["nearest", "norm", "sum", "shape", "evaluated"])
+@pytest.mark.parametrize("mode", SHARDED_STATE)
+def test_with_whole_weights_a_read_outside_the_owner_is_exact(mode: str, way: str) -> None:
+    for got in run_world(parallel, 2, way, SHARDED_STATE[mode]):
+        assert_serial(got, way)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_in_a_pipeline_a_read_outside_the_owner_is_exact_in_its_stage(stage: int) -> None:
+    stages = dict(pipeline=dict(size=1, stages_per_rank=2, schedule="bfs"))
+    for got in run_world(parallel, 2, "staged", dict(zero=dict(stage=stage), parallel=stages)):
+        assert_serial(got, "staged")
+
+
+def test_in_a_pipeline_at_stage_3_the_weights_of_a_stage_are_there() -> None:
+    stages = dict(pipeline=dict(size=1, stages_per_rank=2, schedule="bfs"))
+    for got in run_world(parallel, 2, "staged", dict(zero=dict(stage=3), parallel=stages)):
+        assert_serial(got, "staged")
+
+
+class Late(nn.Module):
+    """Reads its head functionally from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = model(""), 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        logits: Tensor = self.inner(ids)
+        return logits if self.calls == 1 else logits / (1 + self.inner.blocks[0].inner.weight.detach().norm())
+
+
+def late_reads(env: RankEnv, stage: int) -> list[bool | str]:
+    """Of each step whether it is skipped, or its error."""
+    found: list[bool | str] = []
+    with env.launch(SGD | dict(memory=dict(chunk_bytes=256), zero=dict(stage=stage))) as context:
+        engine = cl.initialize(Late(), context=context)
+        for inputs, labels in batches() * 2:
+            mine = slice(env.rank, None, env.world_size)
+            try:
+                found.append(
+                    engine.train_step((inputs[mine].contiguous(), labels[mine].contiguous())).skipped
+                )
+            except ValueError as error:
+                return [*found, str(error)]
+    return found
+
+
+def test_after_a_step_that_was_skipped_reads_are_looked_for_again() -> None:
+    """At stage 3 a weight that was dropped is NaN. The read is refused when the loss was NaN once."""
+    for first, second, told in run_world(late_reads, 2, 3):
+        assert not first and second and "inner.blocks.0.inner." in str(told) and "zero.stage=2" in str(told)
+
+
+@pytest.mark.parametrize("way", ["nearest", "norm", "sum", "evaluated"])
+def test_at_stage_3_a_read_outside_the_owner_is_refused_by_name(way: str) -> None:
+    for told in run_world(told_of_parallel, 2, way, dict(zero=dict(stage=3))):
+        name = dict(nearest="codes.weight", norm="head.weight", sum="blocks.3.", evaluated="codes.weight")[
+            way
+        ]
+        assert name in told and "is read while it is not gathered" in told and "zero.stage=2" in told
+
+
+def test_at_stage_3_what_reads_no_value_is_exact() -> None:
+    for got in run_world(parallel, 2, "shape", dict(zero=dict(stage=3))):
+        assert_serial(got, "shape")
+
+
+def told_of_parallel(env: RankEnv, way: str, more: dict[str, Any]) -> str:
+    try:
+        parallel(env, way, more)
+    except ValueError as error:
+        return str(error)
+    return ""
