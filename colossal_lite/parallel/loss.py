@@ -7,7 +7,7 @@ over the vocabulary or not.  A user's own criterion gets full logits, and is wei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -102,6 +102,8 @@ class Loss:
     is_cut: bool = False
     """Whether others have a part of the batch: its loss is then put together from those of the parts."""
     _judged: int = field(default=0, init=False)
+    _unjudged: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+    """Logits and labels of the last micro-batch, where its halves could not be judged."""
 
     def asked(self, batch: Batch) -> Batch:
         """What the model is called with, to give a loss if it is asked for its own."""
@@ -165,39 +167,52 @@ class Loss:
     def _refuse_other_sums(self, whole: Tensor, labels: Tensor, result: Tensor) -> None:
         """Compare the criterion's `result` with what it gives for two halves, weighted by their labels.
 
-        Halves are of samples, or of the tokens of a single one. It is called twice more. Where it raises or
-        draws then, it is not judged. Raises ValueError if they differ. A sum, a mean of other counts or a loss of
+        Halves are of samples, or of the tokens of a single one. Where they cannot be judged, this micro-batch is one
+        part of two, and the next one is the other. The criterion is called twice more, or three times. Where it raises
+        or draws then, it is not judged. Raises ValueError if they differ. A sum, a mean of other counts or a loss of
         pairs of samples is another one when a batch is cut."""
-        dim = 0 if labels.dim() and len(labels) > 1 else 1
-        by_token = labels.dim() == 2 and whole.dim() == 3 and not labels.is_floating_point()
-        if (
-            whole.shape[: dim + 1] != labels.shape[: dim + 1]
-            or (dim == 1 and not by_token)
-            or labels.shape[dim] < 2
-        ):
+        if (halves := _halves(whole, labels)) and self._compare(result, halves):
             return
-        halves = list(zip(whole.tensor_split(2, dim), labels.tensor_split(2, dim), strict=True))
-        counts = [int((part != -100).sum()) for _, part in halves]
-        parts = [self._of_half(*half) for half in halves]
-        if 0 in counts or None in parts:
+        before, self._unjudged = self._unjudged, (whole, labels)
+        if self._judged == MOST_JUDGED:
+            self._unjudged = None  # the last that is judged
+        pair = [*([] if before is None else [before]), (whole, labels)]
+        is_pair = len(pair) == 2 and all(
+            one.shape[1:] == other.shape[1:] and one.device == other.device
+            for one, other in zip(*pair, strict=True)
+        )
+        if not is_pair or any(x.shape[:1] != y.shape[:1] for x, y in pair):
             return
-        found = [part for part in parts if part is not None]
-        made = sum(part * count for part, count in zip(found, counts, strict=True)) / sum(counts)
-        given = float(result)
+        both = self._of_half(*(torch.cat(each) for each in zip(*pair, strict=True)))
+        if both is not None:
+            self._compare(both, pair)
+
+    def _compare(self, result: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Whether the criterion's `result` for two parts together can be compared with what it gives for each. Raises
+        ValueError if it differs."""
+        counts = [int((labels != -100).sum()) for _, labels in parts]
+        results = [value for part in parts if (value := self._of_half(*part)) is not None]
+        if 0 in counts or len(results) < len(parts):
+            return False
+        given, *found = map(float, (result, *results))
+        made = sum(value * count for value, count in zip(found, counts, strict=True)) / sum(counts)
         # terms of a loss may be as large as logits, and cancel
-        most = max(abs(given), *map(abs, found), float(torch.linalg.vector_norm(whole, math.inf)))
-        eps = [torch.finfo(dtype).eps for dtype in (whole.dtype, result.dtype, torch.float32)]
+        logits = [float(torch.linalg.vector_norm(whole, math.inf)) for whole, _ in parts]
+        most = max(abs(given), *map(abs, found), *logits)
+        eps = [torch.finfo(dtype).eps for dtype in (parts[0][0].dtype, result.dtype, torch.float32)]
         slack = max(4 * max(eps[:2]), 16 * eps[2] * sum(counts) ** 0.5)
-        if not math.isfinite(most + made) or abs(made - given) <= slack * most:
-            return
+        if not math.isfinite(most + made):
+            return False
+        if abs(made - given) <= slack * most:
+            return True
         raise ValueError(
-            f"criterion: it gives {given:.6g} for {sum(counts)} labels. Two halves, of {counts[0]} and {counts[1]}, "
+            f"criterion: it gives {given:.6g} for {sum(counts)} labels. Two parts, of {counts[0]} and {counts[1]}, "
             f"give {found[0]:.6g} and {found[1]:.6g}. These make {made:.6g}. So a batch cut by parallel.data "
             f"or gradient_accumulation has another loss. Legal: a mean over all labels that are not -100, or "
             f"(sum, count) of what parts add up to"
         )
 
-    def _of_half(self, whole: Tensor, labels: Tensor) -> float | None:
+    def _of_half(self, whole: Tensor, labels: Tensor) -> Tensor | None:
         """What the criterion gives for some samples; None if it raises there, or draws."""
         assert callable(self.criterion)
         devices = [whole.device] if whole.is_cuda else []
@@ -214,7 +229,17 @@ class Loss:
             is_judged = (
                 isinstance(found, Tensor) and found.dim() == 0 and all(map(torch.equal, before, states()))
             )
-            return float(found) if is_judged else None
+            return found if is_judged else None
+
+
+def _halves(whole: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Two halves of logits and labels: of samples, or of the tokens of a single one; empty where there are none."""
+    dim = 0 if labels.dim() and len(labels) > 1 else 1
+    by_token = labels.dim() == 2 and whole.dim() == 3 and not labels.is_floating_point()
+    fits = whole.shape[: dim + 1] == labels.shape[: dim + 1] and (dim == 0 or by_token)
+    if not fits or labels.shape[dim] < 2:
+        return []
+    return list(zip(whole.tensor_split(2, dim), labels.tensor_split(2, dim), strict=True))
 
 
 def refuse_means(outputs: Any, model: str) -> None:

@@ -142,6 +142,17 @@ def of_pairs(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits @ logits.T, torch.arange(len(labels)))
 
 
+def of_two_or_more(logits: Tensor, labels: Tensor) -> Tensor:
+    if len(labels) < 2:
+        raise ValueError("no pairs")
+    return of_pairs(logits, labels)
+
+
+def of_spread(logits: Tensor, labels: Tensor) -> Tensor:
+    """NaN for a single sample."""
+    return F.cross_entropy(logits, labels) + logits.std(0).sum()
+
+
 def of_parts(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     """A weighted mean as a sum of its own."""
     weights = torch.where(labels == -100, 0.0, CLASS_WEIGHTS[labels.clamp(min=0)])
@@ -154,7 +165,7 @@ ADDS_UP = dict(
 )  # fmt: skip
 DOES_NOT = dict(
     sum=partial(F.cross_entropy, reduction="sum"), weighted=partial(F.cross_entropy, weight=CLASS_WEIGHTS),
-    pairs=of_pairs,
+    pairs=of_pairs, two=of_two_or_more, spread=of_spread,
 )  # fmt: skip
 
 
@@ -166,8 +177,15 @@ def vectors_with(criterion: Any, labels: Tensor, **config: Any) -> float:
         return float(engine.train_step((inputs.to(engine.model.weight.dtype), labels)).loss)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 4])
-@pytest.mark.parametrize("name", [*ADDS_UP, *DOES_NOT])
+@pytest.mark.parametrize(
+    "name, micro_batches",
+    [
+        (name, count)
+        for name in (*ADDS_UP, *DOES_NOT)
+        for count in (2, 4, 8)
+        if count < 8 or name not in ("two", "spread")  # which have no loss of one sample
+    ],
+)
 def test_a_criterion_whose_parts_do_not_add_up_is_refused_where_a_batch_is_cut(
     name: str, micro_batches: int
 ) -> None:
