@@ -3,7 +3,8 @@
 Note: the proof.
 A small model is run as it is.  It is run again as every rank of a small world runs it after the swap: threads of this
 process, with real collectives between them.  Both have the same random values in float64.  What a rank gives must be
-its part of what the plain model gives.  Norms and softmax convert to lower precision.  Both sides leave that out, so
+its part of what the plain model gives.  The loss of an evaluation is compared as well, if it is another one than in
+training: then code runs in one mode only.  Norms and softmax convert to lower precision.  Both sides leave that out, so
 that the two agree to rounding.  No message leaves the process, and nothing is drawn from torch's generator.  So every
 rank of the real world finds the same.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +31,7 @@ from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss
 from colossal_lite.parallel.small_copy import Wide as Wide
 from colossal_lite.parallel.small_copy import deep_copy
-from colossal_lite.parallel.tensor_modes import ModeResult
+from colossal_lite.parallel.tensor_modes import ModeResult, TensorStrategy
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
 
@@ -98,6 +100,8 @@ class _Run:
 
     loss: float
     gradients: Mapping[str, Tensor | None]
+    evaluated: float | None
+    """The loss in eval(); None if it is that of training, or there is none."""
 
 
 def prove(
@@ -158,16 +162,34 @@ def run_plainly(model: nn.Module, batch: Batch) -> None:
 
 
 def _plain_run(model: nn.Module, batch: Batch, criterion: ModelLoss | None = None) -> _Run:
-    with torch.enable_grad(), Plainly():
-        if criterion is not None:
-            asked = criterion.asked(batch)
-            loss, _ = criterion.of(model(*asked.args, **asked.kwargs), batch.labels)
-        else:
-            logits = logits_of(model(*batch.args, **batch.kwargs))
-            labels = _last(batch.labels, logits)
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    def loss_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum"), labels.numel()
+
+    with torch.enable_grad():
+        loss = _loss(model, batch, criterion, loss_of)
     loss.backward()
-    return _Run(float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    evaluated = None
+    if model.training:
+        with torch.no_grad(), suppress(Exception):  # it may have no loss without its labels
+            evaluated = float(_loss(model.eval(), batch, criterion, loss_of))
+        model.train()
+    trained = float(loss.detach())
+    is_told = evaluated is not None and math.isfinite(evaluated) and evaluated != trained
+    return _Run(trained, gradients, evaluated if is_told else None)
+
+
+def _loss(
+    model: nn.Module, part: Batch, criterion: ModelLoss | None,
+    loss_of: Callable[[Tensor, Tensor], tuple[Tensor, Any]],
+) -> Tensor:  # fmt: skip
+    """The sum of the losses of a batch, by its own `criterion`, or by `loss_of` logits and labels."""
+    with Plainly():
+        if criterion is not None:
+            asked = criterion.asked(part)
+            return criterion.of(model(*asked.args, **asked.kwargs), part.labels)[0]
+        logits = logits_of(model(*part.args, **part.kwargs))
+        return loss_of(logits, _last(part.labels, logits))[0]
 
 
 def difference_when_plain(model: nn.Module, batch: Batch, other: Batch) -> str:
@@ -230,21 +252,26 @@ class _Rank:
         fill_placeholders(self.model, originals, specs, self.mesh)
         self.calls.watch(self.model)
         part = strategy.local_part(self.batch)
-        with torch.enable_grad(), Plainly():
-            if self.criterion is not None:
-                asked = self.criterion.asked(part)
-                total, _ = self.criterion.of(self.model(*asked.args, **asked.kwargs), part.labels)
-            else:
-                logits = logits_of(self.model(*part.args, **part.kwargs))
-                total, _ = strategy.cross_entropy(TORCH, logits, _last(part.labels, logits))
+        loss_of = partial(strategy.cross_entropy, TORCH)
+        with torch.enable_grad():
+            total = _loss(self.model, part, self.criterion, loss_of)
         total.backward()
-        told = total.detach().double() if strategy.owns_loss else torch.zeros((), dtype=torch.float64)
-        loss = float(self.mesh.world.all_reduce(told.clone()))
-        count = self.batch.labels.numel()
-        if not abs(loss - truth.loss) <= TOLERANCE * abs(truth.loss):
-            return Difference(f"its loss is {loss / count:.6f}, that of one process "
-                              f"{truth.loss / count:.6f}")  # fmt: skip
-        return self._of_gradients(specs, truth)
+        differs = self._of_loss(total, truth.loss, strategy) or self._of_gradients(specs, truth)
+        if differs is not None or truth.evaluated is None:
+            return differs
+        with torch.no_grad():
+            total = _loss(self.model.eval(), part, self.criterion, loss_of)
+        return self._of_loss(total, truth.evaluated, strategy, " in eval()")
+
+    def _of_loss(
+        self, own: Tensor, truth: float, strategy: TensorStrategy, mode: str = ""
+    ) -> Difference | None:
+        """`own`: the loss of this rank."""
+        told = own.detach().double() if strategy.owns_loss else torch.zeros((), dtype=torch.float64)
+        loss, count = float(self.mesh.world.all_reduce(told.clone())), self.batch.labels.numel()
+        if abs(loss - truth) <= TOLERANCE * abs(truth):
+            return None
+        return Difference(f"its loss{mode} is {loss / count:.6f}, that of one process {truth / count:.6f}")
 
     def _of_gradients(self, specs: Mapping[str, ShardSpec], truth: _Run) -> Difference | None:
         largest = max((float(g.norm()) for g in truth.gradients.values() if g is not None), default=0.0)

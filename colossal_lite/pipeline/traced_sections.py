@@ -8,8 +8,8 @@ own on every stage, and its code is not changed.
 Cost: the model's code before the first block
 runs on every stage, on zeros that hold one element.
 
-Before it is used, each unit of the traced copy is run alone.  If the copy has values, the chain of units must give the
-loss and every gradient of the model.
+Before it is used, each unit of the traced copy is run alone, in training and in evaluation.  If the copy has values,
+the chain of units must give the loss of the model, and every gradient.
 """
 
 from __future__ import annotations
@@ -106,25 +106,40 @@ def traced(model: nn.Module) -> TracedSections:
 
 def _prove(copy: TracedCopy, sections: TracedSections) -> None:
     """Run the units of a copy one by one, and raise UnitsError where they are not the model."""
+    alone, modes = sections.on(copy.model), {module: module.training for module in copy.model.modules()}
+    try:
+        for trains in (True, False):
+            copy.model.train(trains)
+            with copy.running() as ids, torch.set_grad_enabled(trains):
+                _prove_mode(copy, alone, ids)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _prove_mode(copy: TracedCopy, alone: TracedSections, ids: Tensor) -> None:
     proven = copy.model
-    alone = sections.on(proven)
-    what = f"parallel.pipeline: {type(proven).__name__}"
-    with copy.running() as ids, torch.enable_grad():
-        labels = torch.zeros_like(ids)
-        batch = Batch((ids,), {}, labels=labels, samples=torch.arange(len(ids)))
-        whole = _gradients(proven, labels, proven(ids))
-        try:
-            found = _gradients(proven, labels, *_chain(alone, batch))
-        except Exception as error:  # of the model's own code, beside stand-ins
-            raise UnitsError(
-                f"{what} does not run in parts: {type(error).__name__}: {error}. Legal: code around the blocks that "
-                f"reads of blocks and tables nothing but what they give; a method pipeline_sections() "
-                f"(docs/pipeline.md); or pipeline=1"
-            ) from error
+    labels = torch.zeros_like(ids)
+    batch = Batch((ids,), {}, labels=labels, samples=torch.arange(len(ids)))
+    buffers = {name: buffer.clone() for name, buffer in proven.named_buffers()}
+    whole = _gradients(proven, labels, proven(ids))
+    for name, buffer in proven.named_buffers():  # a forward may change them
+        buffer.detach().copy_(buffers[name])
+    mode = "" if proven.training else " in eval()"
+    what = f"parallel.pipeline: {type(proven).__name__}{mode}"
+    try:
+        found = _gradients(proven, labels, *_chain(alone, batch))
+    except Exception as error:  # of the model's own code, beside stand-ins
+        raise UnitsError(
+            f"{what} does not run in parts: {type(error).__name__}: {error}. Legal: code around the blocks that "
+            f"reads of blocks and tables nothing but what they give; a method pipeline_sections() "
+            f"(docs/pipeline.md); or pipeline=1"
+        ) from error
     for name, expected in whole.items() if copy.has_values else ():
         if not float((found[name] - expected).norm()) <= TOLERANCE * (float(expected.norm()) + 1e-6):
+            part = "loss" if name == "loss" else f"gradient of {name}"
             raise UnitsError(
-                f"{what}: run in parts, the gradient of {name} is another; legal: a method pipeline_sections() "
+                f"{what}: run in parts, the {part} is another; legal: a method pipeline_sections() "
                 f"(docs/pipeline.md), or pipeline=1"
             )
 
@@ -149,6 +164,8 @@ def _gradients(
     logits = logits_of(outputs)
     logits = logits.flatten(0, -2)
     loss = F.cross_entropy(logits, labels.flatten()[: len(logits)], reduction="sum")
+    if not loss.requires_grad:
+        return {"loss": loss}
     loss.backward()
     for left, came in reversed(ends):
         if left.requires_grad:

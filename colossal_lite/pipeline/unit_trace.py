@@ -1,12 +1,13 @@
-"""Finds the units of any model of blocks: it watches one forward, and says what passes between blocks.
+"""Finds the units of any model of blocks: it watches a forward in each mode, and says what passes between blocks.
 
 Note: the trace.
 Blocks are those of `blocks_of`, called one after another.  Each operation of the forward is seen.  What comes from a
 parameter is marked with the unit that made it.  Where a block begins or ends, one tensor goes on: the stream.  Whatever
 else was made of parameters before is *left behind*, and an operation that reads it later is refused: a second tensor
 would have to pass.  What comes from the batch and from buffers alone (masks, positions, rotary tables) carries no mark:
-every stage makes it again.  A model whose copy would be large is run on meta, without values: the verdict does not
-depend on them.  Where its code asks for a value, tensors made of ids and sizes alone have values (`ValuesOfIds`).
+every stage makes it again.  Training and evaluation must pass the same stream.  A model whose copy would be large is
+run on meta, without values: the verdict does not depend on them.  Where its code asks for a value, tensors made of ids
+and sizes alone have values (`ValuesOfIds`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from colossal_lite.numerics.torch_modes import READ_NO_VALUES, storage_of, tenso
 from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
     NoCopyError,
-    Wide,
     check_apart,
     deep_copy,
     few_ids,
@@ -37,6 +37,7 @@ from colossal_lite.parallel.small_copy import (
     small_copy,
     table_roles,
 )
+from colossal_lite.parallel.swap_proof import Plainly
 from colossal_lite.transforms.activation_checkpoint import blocks_of
 
 Place = int | str
@@ -116,7 +117,7 @@ class TracedCopy:
         """Context: the ids for a forward, and the settings under which every trace of the model runs it."""
         with self.around():
             ids = few_ids(self.model)
-            with torch.random.fork_rng(devices=[]), ids.device, Wide():
+            with torch.random.fork_rng(devices=[]), ids.device, Plainly():
                 yield ids
 
 
@@ -178,18 +179,23 @@ def on_meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _watched(copy: TracedCopy, blocks: Sequence[str]) -> UnitTrace:
-    """What one forward shows of its units. Raises UnitsError, or what the model's own code raises."""
+    """What a forward shows of its units, in evaluation and in training. Raises UnitsError, or what the model's own code
+    raises."""
     model = copy.model
-    watch = _Watch(model, tuple(blocks))
+    watches = []
     modes = {module: module.training for module in model.modules()}
-    model.eval()
     try:
-        with copy.running() as ids, watch.hooks(), torch.no_grad(), watch:
-            model(ids)
+        for trains in (False, True):
+            watch = _Watch(model.train(trains), tuple(blocks))
+            with copy.running() as ids, watch.hooks(), torch.no_grad(), watch:
+                model(ids)
+            watches.append(watch)
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return watch.result()
+    evaluated, trained = watches
+    evaluated.join(trained)
+    return evaluated.result()
 
 
 def _check_kinds(model: nn.Module, blocks: Sequence[str]) -> None:
@@ -419,6 +425,21 @@ class _Watch(TorchDispatchMode):
         self._pass_on(members[gives])
 
     # ---- the result ----
+
+    def join(self, other: _Watch) -> None:
+        """Add what a forward in another mode has shown. Raises UnitsError for another stream between blocks."""
+        for one, its in zip(self.passages, other.passages, strict=False):
+            if one != its:
+                raise UnitsError(
+                    f"parallel.pipeline: {type(self.model).__name__}, {one.block}: in training it is called otherwise "
+                    f"than in eval(), or gives something else; legal: the same stream between blocks in both"
+                )
+        for mine, theirs in ((self.readers, other.readers), (self.callers, other.callers)):
+            for name, units in theirs.items():
+                mine.setdefault(name, set()).update(units)
+        self.written |= other.written
+        if len(other.passages) < len(self.passages):
+            self.passages = other.passages  # which `result` refuses
 
     def result(self) -> UnitTrace:
         if len(self.passages) < len(self.blocks):

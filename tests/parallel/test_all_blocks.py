@@ -48,6 +48,8 @@ class Model(nn.Module):
                 x = x * self.scale
             if self.kind == "a flip behind a later block" and number == 2:
                 x = x.flip(1)
+            if self.kind == "an evaluation that mixes tokens" and number == 2 and not self.training:
+                x = x - x.mean(1, keepdim=True)
             if self.kind == "a dropout between blocks":
                 x = self.between(x)
             if self.kind == "a functional dropout between blocks":
@@ -60,6 +62,7 @@ class Model(nn.Module):
 KINDS = (
     "a later block mixes tokens", "a scale behind a later block", "a flip behind a later block",
     "a dropout between blocks", "a functional dropout between blocks", "a dropout of one vector a sample",
+    "an evaluation that mixes tokens",
 )  # fmt: skip
 
 
@@ -71,6 +74,8 @@ def trained(env: RankEnv, kind: str, parallel: dict[str, Any]) -> tuple[list[flo
     with env.launch(config) as context:
         engine = cl.initialize(Model(kind), context=context)
         losses = [float(engine.train_step((ids, labels)).loss) for ids, labels in batches]
+        ids, labels = batches[0]
+        losses.append(float(engine.eval_step((ids, labels))))
         return losses, engine.full_state_dict()
 
 

@@ -1,0 +1,106 @@
+"""Code between blocks that runs in training only, or in evaluation only, is exact on stages or refused."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import colossal_lite as cl
+from colossal_lite.pipeline.traced_sections import traced
+from colossal_lite.pipeline.unit_trace import UnitsError
+
+V, D, STEPS = 16, 8, 3
+STAGES = dict(pipeline=dict(size=1, stages_per_rank=2, schedule="bfs", micro_batches=2))
+SGD = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), timeout_s=60)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Modal(nn.Module):
+    """Does `what` when it trains, or, where that begins with "eval ", when it evaluates."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.words, self.drop = nn.Embedding(V, D), nn.Dropout(0.3)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.extra, self.norm, self.head = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, V)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        does = "" if self.what.startswith("eval ") == self.training else self.what.removeprefix("eval ")
+        first = x = self.words(ids)
+        if does == "drop":
+            x = self.drop(x)
+        for block in self.blocks:
+            x = block(x)
+        if does == "skip":
+            x = x + first
+        elif does == "extra":
+            x = x + self.extra(x)
+        elif does == "table":
+            x = x + self.words.weight.mean()
+        elif does == "twice":
+            x = self.blocks[0](x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def model(what: str) -> Modal:
+    torch.manual_seed(0)
+    return Modal(what).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    ids = torch.randint(V, (STEPS, 4, 7), generator=torch.Generator().manual_seed(1))
+    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in ids]
+
+
+def serial(what: str) -> list[float]:
+    """The losses of some steps and of an evaluation."""
+    plain, losses = model(what), []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for inputs, labels in batches():
+        loss = F.cross_entropy(plain(inputs).flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    inputs, labels = batches()[0]
+    with torch.no_grad():
+        return [*losses, float(F.cross_entropy(plain.eval()(inputs).flatten(0, 1), labels.flatten()))]
+
+
+def staged(what: str) -> list[float]:
+    with cl.launch(SGD | dict(parallel=STAGES), rank=0, world_size=1) as context:
+        engine = cl.initialize(model(what), context=context)
+        losses = [float(engine.train_step(batch).loss) for batch in batches()]
+        return [*losses, float(engine.eval_step(batches()[0]))]
+
+
+@pytest.mark.parametrize("what", ["", "extra", "eval extra", "table", "eval table"])
+def test_what_a_mode_adds_to_a_unit_is_exact_on_stages(what: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of parameters that no step trains
+        assert staged(what) == pytest.approx(serial(what), rel=1e-12)
+
+
+@pytest.mark.parametrize("what", ["skip", "eval skip", "twice", "eval twice"])
+def test_what_a_mode_alone_passes_beside_the_stream_is_refused(what: str) -> None:
+    with pytest.raises(UnitsError, match=r"One tensor may pass between blocks|where no block is due"):
+        traced(model(what))
+
+
+def test_dropout_in_training_alone_does_not_make_the_modes_differ() -> None:
+    assert len(traced(model("drop")).parts) == 6
