@@ -21,26 +21,13 @@ from colossal_lite.pipeline.model_units import Carried, Sections, WholeSections,
 from colossal_lite.pipeline.partition import Partition, PartitionFacts, Unit, held, partition
 from colossal_lite.pipeline.runtime import flat
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, plans_by_placement
-from colossal_lite.pipeline.traced_sections import TracedSections, settings_of
+from colossal_lite.pipeline.traced_sections import OtherStageModule, TracedSections
 from colossal_lite.schedule.checker import Reading
 from colossal_lite.schedule.pipeline_schedules import ranks_of
 from colossal_lite.schedule.plan import Plan
 from colossal_lite.schedule.simulator import simulate
 from colossal_lite.transforms.auxiliary_loss import modules_of
 from colossal_lite.transforms.batch_statistics import is_over_the_batch
-
-
-class OtherStageModule(nn.Module):
-    """Stands where a module of another stage was."""
-
-    def __init__(self, name: str, unit: str, module: nn.Module) -> None:
-        super().__init__()
-        self.__dict__.update(settings_of(module))
-        self._place = name, unit
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        name, unit = self._place
-        raise RuntimeError(f"{name} is not on this rank: unit {unit!r} is on another pipeline stage")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Note: how a stretch runs.
 The model's own forward runs on every stage.  Until the first unit of the stretch, modules of other stages are replaced:
-those before the blocks give zeros of the right shape.  Blocks return their input, and the block before the stretch
+those beside the blocks give zeros of the right shape.  Blocks return their input, and the block before the stretch
 returns what came in.  At the end of the stretch the forward is left.  So masks, positions and tables are the model's
 own on every stage, and its code is not changed.
 Cost: the model's code before the first block
@@ -15,7 +15,7 @@ the chain of units must give the loss of the model, and every gradient.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class TracedSections:
     """The units of a trace: what comes before the first block, each block, and what follows the last."""
 
     def __init__(self, model: nn.Module, trace: UnitTrace, shapes: Mapping[str, nn.Module]) -> None:
-        """`shapes`: the modules of unit 0 on meta, which tell the shapes of what they would give."""
+        """`shapes`: the modules beside the blocks on meta, which tell the shapes of what they would give."""
         self._model, self._trace, self._shapes = model, trace, dict(shapes)
         self.parts: tuple[UnitModules, ...] = trace.parts
 
@@ -74,6 +74,13 @@ class TracedSections:
             )
         return outputs
 
+    def alone(self, unit: int) -> AbstractContextManager[None]:
+        """Context in which modules of other units are not there, as on a stage of this unit."""
+        own = set(self.parts[unit].modules)
+        others = {name: part.name for part in self.parts for name in part.modules if name not in own}
+        gone = {n: OtherStageModule(n, by, self._model.get_submodule(n)) for n, by in others.items()}
+        return _replaced(self._model, gone)
+
     def _block(self, unit: int) -> nn.Module:
         return self._model.get_submodule(self.parts[unit].name)
 
@@ -81,9 +88,9 @@ class TracedSections:
         """What stands in the places of other units while these run."""
         by: dict[str, nn.Module] = {}
         own = {name for part in self.parts[start:stop] for name in part.modules}
-        if start > 0:
-            for name in self.parts[0].modules:
-                if name not in own:
+        for part in self.parts[:start]:
+            for name in part.modules:
+                if name not in own and name in self._shapes:
                     by[name] = _Zeros(self._shapes[name], carried)
         for unit in range(1, start):
             passage = self._trace.passages[unit - 1]
@@ -98,7 +105,9 @@ def traced(model: nn.Module) -> TracedSections:
     """The units of a model of blocks, which must be whole. Raises UnitsError, saying what keeps it from being cut."""
     trace, proven = trace_units(model)
     bare = on_meta_copy(model)
-    shapes = {name: bare.get_submodule(name) for name in trace.parts[0].modules}
+    blocks = {passage.block for passage in trace.passages}
+    names = [name for part in trace.parts[:-1] for name in part.modules if name not in blocks]
+    shapes = {name: bare.get_submodule(name) for name in names}
     sections = TracedSections(model, trace, shapes)
     _prove(proven, sections)
     return sections
@@ -149,7 +158,8 @@ def _chain(sections: TracedSections, batch: Batch) -> tuple[Any, list[tuple[Tens
     carried: Any = None
     ends: list[tuple[Tensor, Tensor]] = []
     for unit in range(len(sections.parts)):
-        given = sections.run(unit, unit + 1, carried, batch)
+        with sections.alone(unit):
+            given = sections.run(unit, unit + 1, carried, batch)
         if unit < len(sections.parts) - 1:
             carried = given.detach().requires_grad_(given.requires_grad)
             ends.append((given, carried))
@@ -181,6 +191,19 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
     """The plain settings (numbers, words) of a module, which code around it may read."""
     own = vars(module).items()
     return {k: v for k, v in own if isinstance(v, PLAIN) and not k.startswith("_") and k != "training"}
+
+
+class OtherStageModule(nn.Module):
+    """Stands where a module of another stage was."""
+
+    def __init__(self, name: str, unit: str, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(settings_of(module))
+        self._place = name, unit
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        name, unit = self._place
+        raise RuntimeError(f"{name} is not on this rank: unit {unit!r} is on another pipeline stage")
 
 
 class _Left(BaseException):  # noqa: N818  (no error; and no `except Exception` of a model may take it)
@@ -219,7 +242,7 @@ class _Through(nn.Module):
 
 
 class _Zeros(nn.Module):
-    """A module of unit 0 on another stage: zeros, of one element each, in the shape that it would give."""
+    """A module beside the blocks on another stage: zeros, of one element each, in the shape that it would give."""
 
     def __init__(self, shaped: nn.Module, like: Tensor) -> None:
         super().__init__()

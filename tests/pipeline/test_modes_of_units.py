@@ -1,8 +1,9 @@
-"""Code between blocks that runs in training only, or in evaluation only, is exact on stages or refused."""
+"""Code and modules between blocks are exact on stages or refused, also where only training or evaluation has them."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import colossal_lite as cl
 from colossal_lite.pipeline.traced_sections import traced
 from colossal_lite.pipeline.unit_trace import UnitsError
+from tests.shared.pool import RankEnv, run_world
 
 V, D, STEPS = 16, 8, 3
 STAGES = dict(pipeline=dict(size=1, stages_per_rank=2, schedule="bfs", micro_batches=2))
@@ -104,3 +106,40 @@ def test_what_a_mode_alone_passes_beside_the_stream_is_refused(what: str) -> Non
 
 def test_dropout_in_training_alone_does_not_make_the_modes_differ() -> None:
     assert len(traced(model("drop")).parts) == 6
+
+
+class Beside(nn.Module):
+    """A module of each block stands in a list of its own, and acts before or behind the block."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.words = where, nn.Embedding(V, D)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(D) for _ in range(4))
+        self.head = nn.Linear(D, V)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            x = block(norm(x)) if self.where == "before" else norm(block(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def beside(env: RankEnv, where: str, parallel: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    with env.launch(SGD | dict(parallel=parallel)) as context:
+        engine = cl.initialize(Beside(where).double(), context=context)
+        losses = [float(engine.train_step(batch).loss) for batch in batches()]
+        return losses, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_modules_beside_the_blocks_go_with_their_stage(schedule: str, where: str) -> None:
+    ((losses, weights),) = run_world(beside, 1, where, {})
+    stages = dict(size=2, schedule=schedule, stages_per_rank=1 if schedule == "1f1b" else 2)
+    for found, state in run_world(beside, 2, where, dict(pipeline=stages)):
+        assert found == pytest.approx(losses, rel=1e-12)
+        for name, right in weights.items():
+            torch.testing.assert_close(state[name], right, rtol=1e-11, atol=1e-13)
