@@ -371,8 +371,7 @@ class WeightChunk:
 
     @property
     def seen_in(self) -> int:
-        """Identity of the storage by which a read is known: of the weights, or, if they are sharded, of the
-        placeholder."""
+        """Identity of the storage by which a read is known. Sharded weights are known by their placeholder."""
         return self.placeholder if self.is_sharded else self._storage
 
     def _show(self) -> None:

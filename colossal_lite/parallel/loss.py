@@ -233,7 +233,7 @@ class Loss:
 
 
 def _halves(whole: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Two halves of logits and labels: of samples, or of the tokens of a single one; empty where there are none."""
+    """Halves of logits and labels: of samples, or of the tokens of a single one. Empty where there are none."""
     dim = 0 if labels.dim() and len(labels) > 1 else 1
     by_token = labels.dim() == 2 and whole.dim() == 3 and not labels.is_floating_point()
     fits = whole.shape[: dim + 1] == labels.shape[: dim + 1] and (dim == 0 or by_token)

@@ -1,8 +1,8 @@
 """Runs any stretch of the units that a trace has found, by the model's own forward.
 
 Note: how a stretch runs.
-The model's own forward runs on every stage.  Until the first unit of the stretch, modules of other stages are replaced:
-those beside the blocks give zeros of the right shape.  Blocks return their input, and the block before the stretch
+The model's own forward runs on every stage.  Until the first unit of the stretch, modules of other stages are replaced.
+Those beside the blocks give zeros of the right shape.  Blocks return their input, and the block before the stretch
 returns what came in.  At the end of the stretch the forward is left.  So masks, positions and tables are the model's
 own on every stage, and its code is not changed.
 Cost: the model's code before the first block
