@@ -3,9 +3,9 @@
 Note: the proof.
 A small model is run as it is.  It is run again as every rank of a small world runs it after the swap: threads of this
 process, with real collectives between them.  Both have the same random values in float64.  What a rank gives must be
-its part of what the plain model gives.  The loss of an evaluation is compared as well, if it is not that of training.  Norms and softmax convert to lower precision.  Both sides leave that out, so
-that the two agree to rounding.  No message leaves the process, and nothing is drawn from torch's generator.  So every
-rank of the real world finds the same.
+its part of what the plain model gives.  The loss of an evaluation is compared as well, if it is not that of training.
+Norms and softmax convert to lower precision.  Both sides leave that out, so that the two agree to rounding.  No message
+leaves the process, and nothing is drawn from torch's generator.  So every rank of the real world finds the same.
 """
 
 from __future__ import annotations
