@@ -27,6 +27,7 @@ from colossal_lite.distributed.progress import reason_of
 from colossal_lite.engine.context import Context, noting_faults
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.full_state import FullState, own_config
+from colossal_lite.engine.model_structure import ModelStructure
 from colossal_lite.engine.step_totals import OpenStep
 from colossal_lite.engine.stopping import SAVES_FAILED, Stopped, StopPoint
 from colossal_lite.engine.task_resume import TaskResume
@@ -61,6 +62,7 @@ class EngineState:
         self.mesh = mesh
         self._context, self._step, self._updates, self._parts = context, step, parts.updates, parts
         self._model, self._chunks, self._frozen = built.model, built.chunks, built.frozen
+        self.structure = ModelStructure(built.model)
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
         pipeline = context.config.parallel.pipeline
         by_the_clock = pipeline.is_staged and pipeline.partition == "profiled"
@@ -240,7 +242,13 @@ class EngineState:
     # ---- steps that do not end well ----
 
     def refuse_changed(self, what: str) -> None:
-        """Raises ValueError if a parameter was changed in place, and the change will be lost."""
+        """Raises ValueError if a parameter was changed in place, and the change will be lost. Also if the model has
+        other parameters."""
+        if (told := self.structure.change()) is not None:
+            raise ValueError(
+                f"{what}: {told} since the engine was made, which would not train it; legal: changes of the model "
+                f"before cl.initialize, engine.load_full_state_dict for other values, engine.close and a new engine"
+            )
         for chunk in (*self._chunks, *self._frozen):
             if name := chunk.lost_change():
                 raise ValueError(

@@ -342,3 +342,72 @@ def now_and_then(env: RankEnv) -> int:
 
 def test_a_step_that_is_made_begins_the_count_anew() -> None:
     assert run_world(now_and_then, 1) == [9]
+
+
+# ---- a model that changes under its engine ----
+
+
+def assigned(module: nn.Module) -> None:
+    values = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in module.named_parameters()}
+    module.load_state_dict(values, strict=False, assign=True)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "unfrozen": lambda m: m[0].requires_grad_(True),
+    "another parameter": lambda m: setattr(m[1], "weight", nn.Parameter(torch.zeros(8, 4).double())),
+    "assigned by load_state_dict": assigned,
+    "another module": lambda m: m.__setitem__(1, nn.Linear(4, 8).double()),
+    "one more module": lambda m: m.append(nn.Linear(8, 8).double()),
+    "one more parameter": lambda m: m[1].register_parameter("gain", nn.Parameter(torch.ones(8).double())),
+    "parametrized": lambda m: nn.utils.parametrizations.weight_norm(m[1]),
+}
+
+
+def changed_under_its_engine(env: RankEnv, how: str, stage: int) -> list[str]:
+    """What a step, an evaluation, a forward of a loop of one's own and the weights say."""
+    with env.launch(SGD | dict(zero=dict(stage=stage))) as context:
+        given = model()
+        given[0].requires_grad_(False)
+        engine = cl.initialize(given, context=context)
+        engine.train_step(batch())
+        CHANGES[how](engine.model)
+        calls: list[Callable[[], Any]] = [
+            lambda: engine.train_step(batch()), lambda: engine.eval_step(batch()), lambda: engine(batch()[0]),
+            engine.full_state_dict,
+        ]  # fmt: skip
+        return [told_of(call) for call in calls]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_model_that_changes_under_its_engine_is_refused(how: str, stage: int) -> None:
+    says = "requires a gradient now that did not" if how == "unfrozen" else "has other modules or parameters"
+    for told in run_world(changed_under_its_engine, 2, how, stage):
+        assert len(told) == 4 and all(says in each and "since the engine was made" in each for each in told)
+
+
+def frozen_later(env: RankEnv, stage: int) -> tuple[list[float], float]:
+    """Losses where the first module stops training after the first step, and how far this is from a plain loop."""
+    plain = model().double()
+    optimizer, truth = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.1), []
+    for number in range(4):
+        plain[0].requires_grad_(number == 0)
+        loss = loss_of(plain(batch()[0]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        truth.append(float(loss.detach()))
+    adamw = dict(optimizer=dict(type="adamw", lr=0.1, weight_decay=0.1))
+    with env.launch(SGD | adamw | dict(zero=dict(stage=stage))) as context:
+        engine = cl.initialize(model(), context=context)
+        losses = []
+        for number in range(4):
+            engine.model[0].requires_grad_(number == 0)
+            losses.append(float(engine.train_step(batch()).loss))
+    return losses, max(abs(one - other) for one, other in zip(losses, truth, strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_parameters_that_stop_training_later_keep_their_values(stage: int) -> None:
+    for _, difference in run_world(frozen_later, 2, stage):
+        assert difference < 1e-12
