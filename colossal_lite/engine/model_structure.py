@@ -26,7 +26,7 @@ class ModelStructure:
         return [id(member) for members in self._places for member in members.values()]
 
     def change(self) -> str | None:
-        """What is another now, in words; None if nothing is."""
+        """The difference now, in words; None if there is none."""
         if self._found() != self._ids:
             pairs = zip(self._members, self._kept, strict=True)
             name = next(n for (n, now), was in pairs if [*map(id, now.values())] != [*map(id, was)])

@@ -19,8 +19,9 @@ from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.parallel.grid_layers import GridNorm
+from colossal_lite.parallel.small_copy import Wide
 from colossal_lite.parallel.swap_checks import has_forward_of, hook_faults
-from colossal_lite.parallel.swap_proof import TOLERANCE, Wide
+from colossal_lite.parallel.swap_proof import TOLERANCE
 
 EPS = ("eps", "variance_epsilon")
 ROWS = 8

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_checks import IGNORED
 from colossal_lite.parallel.roles import Role
-from colossal_lite.parallel.small_copy import NoCopyError, Wide, few_ids, small_copy, table_roles
+from colossal_lite.parallel.small_copy import NoCopyError, Plainly, few_ids, small_copy, table_roles
 from colossal_lite.parallel.tensor_modes import TensorStrategy
+from colossal_lite.transforms.batch_statistics import is_over_the_batch
 
 NAMES = ("targets", "labels", "lm_labels", "target", "label", "y", "tgt")
 """Arguments by which forwards take labels."""
@@ -160,7 +161,7 @@ class _Trial:
     """A small copy with three samples."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
-        self.model, self.name = model.eval(), name
+        self.model, self.name, self.mode = model.eval(), name, ""
         ids = few_ids(model, 3)
         self.ids, self.labels = ids, ids.roll(1, 1)
         self.what = f"criterion='model': the loss of {type(model).__name__}"
@@ -168,7 +169,7 @@ class _Trial:
     def run(self, labels: Tensor, samples: slice = slice(None)) -> tuple[float, list[Tensor]]:
         """Loss and gradients of some samples."""
         self.model.zero_grad()
-        with torch.enable_grad(), Wide():
+        with torch.enable_grad(), Plainly():
             loss = loss_in(self.model(self.ids[samples], **{self.name: labels[samples]}))
         loss.backward()
         return float(loss.detach()), [
@@ -177,7 +178,7 @@ class _Trial:
 
     def kept(self) -> str:
         """The attribute in which a model keeps its loss, if it gives none; else ""."""
-        with torch.enable_grad(), Wide():
+        with torch.enable_grad(), Plainly():
             outputs = self.model(self.ids, **{self.name: self.labels})
         if [t for t in _members(outputs) if t.numel() == 1] or not isinstance(outputs, Tensor):
             return ""
@@ -189,15 +190,28 @@ class _Trial:
         return now[0] if len(now) == 1 else ""
 
     def ignored(self) -> int | None:
-        """The label that the model passes over. Raises ModelLossError for a loss that is no mean."""
+        """The label that the model passes over, in evaluation and in training. Raises ModelLossError for a loss that is
+        no mean."""
+        found = self._ignored()
+        if any(map(is_over_the_batch, self.model.modules())):
+            return found  # parts of a batch have other statistics, which a step takes from all of them
+        self.model.train()
+        self.mode = " in training"
+        if (trained := self._ignored()) != found:
+            raise ModelLossError(
+                f"{self.what} ignores the label {trained} in training and {found} in eval(); legal: one for both"
+            )
+        return found
+
+    def _ignored(self) -> int | None:
         whole = self.run(self.labels)
         parts = [self.run(self.labels, part) for part in (slice(0, 1), slice(1, 3))]
         if not _adds_up(whole, parts, [1, 2]):
             a, b = (loss for loss, _ in parts)
             kind = "a sum" if abs(a + b - whole[0]) <= TOLERANCE * abs(whole[0]) else "no mean over tokens"
             raise ModelLossError(
-                f"{self.what} is {kind}: {whole[0]:.6g} of three samples, {a:.6g} of the first and {b:.6g} of the "
-                f"others; {LEGAL}"
+                f"{self.what}{self.mode} is {kind}: {whole[0]:.6g} of three samples, {a:.6g} of the first, {b:.6g} of "
+                f"the others; {LEGAL}"
             )
         first = self.labels.clone()
         first[:, 0] = (first[:, 0] + 1) % int(self.labels.max() + 1)

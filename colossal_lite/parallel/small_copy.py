@@ -16,6 +16,7 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -48,6 +49,22 @@ class Wide(TorchFunctionMode):
 
     def _is_narrow(self, value: Any) -> bool:
         return isinstance(value, torch.dtype) and value in self.NARROW
+
+
+class Plainly(Wide):
+    """Leaves out dropout as well, so that a model in training mode draws nothing by it."""
+
+    DROPOUTS = (
+        F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    )  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]), dict(kwargs or {})
+            kwargs.pop("dropout_p", None)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ from colossal_lite.kernels import TORCH
 from colossal_lite.parallel.layer_swap import cut_values, fill_placeholders
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss
-from colossal_lite.parallel.small_copy import Wide as Wide
-from colossal_lite.parallel.small_copy import deep_copy
+from colossal_lite.parallel.small_copy import Plainly, deep_copy
 from colossal_lite.parallel.tensor_modes import ModeResult, TensorStrategy
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
@@ -75,22 +74,6 @@ class _Calls:
     @property
     def place(self) -> str:
         return self.stack[-1] if self.stack else ""
-
-
-class Plainly(Wide):
-    """Leaves out dropout as well, so that a model in training mode draws nothing by it."""
-
-    DROPOUTS = (
-        F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-    )  # fmt: skip
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]), dict(kwargs or {})
-            kwargs.pop("dropout_p", None)
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from colossal_lite.numerics.torch_modes import READ_NO_VALUES, storage_of, tenso
 from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
     NoCopyError,
+    Plainly,
     check_apart,
     deep_copy,
     few_ids,
@@ -37,7 +38,6 @@ from colossal_lite.parallel.small_copy import (
     small_copy,
     table_roles,
 )
-from colossal_lite.parallel.swap_proof import Plainly
 from colossal_lite.transforms.activation_checkpoint import blocks_of
 
 Place = int | str

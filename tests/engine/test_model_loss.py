@@ -45,6 +45,16 @@ class PlusAMeanOfTheBatch(OwnLoss):
         return super().loss(logits, targets) + logits.mean(0).square().sum()
 
 
+class SquaresInTraining(OwnLoss):
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(logits, targets) + self.training * 1e-3 * logits.square().sum()
+
+
+class IgnoresInTraining(OwnLoss):
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, ignore_index=-1 if self.training else -100)
+
+
 class Shifts(OwnLoss):
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
         logits, _ = super().forward(ids, torch.zeros_like(ids))
@@ -140,6 +150,8 @@ def test_a_forward_says_how_it_takes_labels() -> None:
     [
         (Summed, "is a sum: .* of three samples"),
         (PlusAMeanOfTheBatch, "is no mean over tokens"),
+        (SquaresInTraining, "in training is no mean over tokens"),
+        (IgnoresInTraining, r"ignores the label -1 in training and -100 in eval\(\)"),
         (Shifts, "does not read the first label .* it shifts labels itself"),
         (Model, "has no argument for labels; legal: one named targets, labels"),
     ],
