@@ -34,6 +34,7 @@ from colossal_lite.memory.copy_streams import StreamExecutor
 from colossal_lite.memory.disk_file import DiskFile
 from colossal_lite.offload import host_updates, optimizer_states, shard_streaming, state_storage
 from colossal_lite.zero import forward_hooks, sharded_weights
+from tests.shared.modes import unwatched
 
 COMPUTE = "compute"
 READS_A_NUMBER = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
@@ -252,8 +253,8 @@ class Recorder:
                 (shard_streaming, "host_room", self.room),
                 (host_updates, "host_room", self.room),
                 (task_records.TaskRecords, "room", of_records),
-                (forward_hooks, "without_modes", nullcontext),
-                (sharded_weights, "without_modes", nullcontext),
+                (forward_hooks, "without_modes", unwatched),
+                (sharded_weights, "without_modes", unwatched),
                 (DiskFile, "read", file_read),
                 (DiskFile, "write", file_write),
             ):
