@@ -30,7 +30,10 @@ from colossal_lite.parallel.fused_head import free_head
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.pipeline.step_plan import splits_backward
-from colossal_lite.transforms.activation_checkpoint import remove_activation_checkpoint
+from colossal_lite.transforms.activation_checkpoint import (
+    remove_activation_checkpoint,
+    surround_recomputation,
+)
 from colossal_lite.transforms.auxiliary_loss import unbind
 from colossal_lite.transforms.split_backward import WeightGradStore, defer_weights, restore_weights
 from colossal_lite.zero.build_chunks import chunk_optimizer
@@ -150,6 +153,7 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
         model, parameters, chunks, hooks, mesh.world, config.zero, built.frozen,
         is_staged=config.parallel.pipeline.is_staged,
     )  # fmt: skip
+    surround_recomputation(model, weights.again)
     weight_grads = _weight_grads_of(model, config)
     optimizer, choice = _optimizer_of(built, context, factory, parameters)
     if isinstance(weights, ShardedWeights) and optimizer.tiers:

@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.checkpoint import checkpoint
 
 from colossal_lite.numerics.random import DropoutStreams, Place
@@ -65,6 +66,8 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         members = child._modules if isinstance(child, LISTS) else {}
         kinds, grown = {type(m) for m in members.values()}, list(members.values())[:1]
+        if kinds == {ParametrizationList}:  # the weights of a module, in the form of other ones
+            continue
         if len(kinds) == 1 and any(True for m in grown if m is not None for _ in m.children()):
             yield from ((f"{prefix}{name}.{key}", m) for key, m in members.items() if m is not None)
         else:
@@ -91,6 +94,15 @@ def apply_activation_checkpoint(module: nn.Module, mode: Mode, streams: DropoutS
         # On the instance: names of modules and parameters, and hooks on the block, do not change.
         block.forward = CheckpointedBlock(name, block, block.forward, mode, streams, cached)
     return tuple(blocks)
+
+
+def surround_recomputation(
+    module: nn.Module, around: Callable[[nn.Module], AbstractContextManager[Any]]
+) -> None:
+    """Have the second forward of each block run in the context `around` it."""
+    for block in blocks_of(module).values():
+        if isinstance(forward := block.__dict__.get("forward"), CheckpointedBlock):
+            block.forward = replace(forward, around=around)
 
 
 def _without_cache(module: nn.Module) -> Any:
@@ -131,6 +143,8 @@ class CheckpointedBlock:
     streams: DropoutStreams
     cached: Any = None
     """The model's config, if it said `use_cache` before."""
+    around: Callable[[nn.Module], AbstractContextManager[Any]] = lambda block: nullcontext()
+    """Context of the second forward: what gates of the block's own weights do in the first, which calls the block."""
     is_part: bool = False
     """Whether `forward` is a part of the block: the stage of another part may have updated that one's weights."""
 
@@ -172,6 +186,7 @@ class _RecomputeContext:
         self._block, self._streams, self._place, self._inner = block, block.streams, place, inner
         self._now, self._versions = place, block.versions
         self._draws = block.streams.functional(block.block)
+        self._weights = block.around(block.block)
 
     def __enter__(self) -> None:
         if self._block.versions != self._versions:
@@ -181,6 +196,7 @@ class _RecomputeContext:
             )
         self._now = self._streams.place()
         self._streams.go_to(self._place)
+        self._weights.__enter__()
         self._draws.__enter__()
         self._inner.__enter__()
 
@@ -190,4 +206,5 @@ class _RecomputeContext:
         self._streams.go_to(self._now)
         done = self._inner.__exit__(kind, error, trace)
         self._draws.__exit__(kind, error, trace)
+        self._weights.__exit__(None, None, None)
         return done

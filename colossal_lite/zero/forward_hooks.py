@@ -14,7 +14,7 @@ gathered, they run one chunk ahead.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -178,6 +178,10 @@ class ForwardGates:
     def _first(self) -> int:
         """The last place among the chunks that a forward begins with."""
         return 0
+
+    def again(self, owner: nn.Module) -> AbstractContextManager[None]:
+        """Context of a second forward of `owner` in backward, where none of its hooks run."""
+        return nullcontext()
 
     def updated(self, chunk: Chunk, *, changed: bool) -> None:
         """After the update of a chunk, in forward order, on every rank: start its gather."""

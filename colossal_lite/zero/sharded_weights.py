@@ -76,6 +76,7 @@ class ParameterGather(ShardedWeights):
         self._seen: list[GatherMoment] = []
         self._forward_seen: tuple[GatherMoment, ...] = ()
         self._has_new_plan = False  # whether the plan is new
+        self._own: dict[nn.Module, Needs] = {}  # of modules with children and weights of their own
         self._node: Any = None  # of autograd, that has asked last
         super().__init__(module, parameters, chunks, frozen)
 
@@ -144,6 +145,7 @@ class ParameterGather(ShardedWeights):
             yield owner.register_forward_pre_hook(lambda *_: self._need(needs | self._held))
             return
         # What a module with children owns may be read before, between and behind them.
+        self._own[owner] = needs
         yield owner.register_forward_pre_hook(partial(self._enter_parent, needs))
         yield owner.register_forward_hook(lambda *_: self._leave_parent(), always_call=True)
 
@@ -153,6 +155,15 @@ class ParameterGather(ShardedWeights):
 
     def _leave_parent(self) -> None:
         self._parents.pop()
+
+    @contextmanager
+    def again(self, owner: nn.Module) -> Iterator[None]:
+        if (needs := self._own.get(owner)) is None:
+            yield
+            return
+        self._enter_parent(needs, owner, ())
+        yield
+        self._leave_parent()
 
     @property
     def _held(self) -> Needs:
