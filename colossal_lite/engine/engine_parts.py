@@ -18,6 +18,7 @@ from colossal_lite.config.config import Config
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.engine.memory_report import Metering
+from colossal_lite.engine.rank_comparison import repeats
 from colossal_lite.engine.update_timing import Updates
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk
@@ -154,6 +155,7 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
         is_staged=config.parallel.pipeline.is_staged,
     )  # fmt: skip
     surround_recomputation(model, weights.again)
+    weights.refuses_writes = mesh.world_size > 1 or bool(repeats(config))
     weight_grads = _weight_grads_of(model, config)
     optimizer, choice = _optimizer_of(built, context, factory, parameters)
     if isinstance(weights, ShardedWeights) and optimizer.tiers:

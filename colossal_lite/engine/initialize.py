@@ -32,6 +32,7 @@ from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built
 from colossal_lite.engine.full_state import GlobalNames
+from colossal_lite.engine.model_structure import check_storages
 from colossal_lite.engine.rank_comparison import repeats
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.memory.chunk import Chunk
@@ -226,6 +227,7 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
             f"model: the parameter {name} is complex. Masters and moments are real. Legal: a real parameter, and "
             f"torch.view_as_complex of it in forward"
         )
+    check_storages(module)
     if context.config.parallel.pipeline.is_staged:
         check_hooks(module)
     return facts

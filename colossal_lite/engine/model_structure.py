@@ -1,4 +1,4 @@
-"""Tells whether a model still has the modules and parameters that its engine was made for.
+"""Checks a model's tensors before an engine, and whether it still has them later.
 
 Note: an engine trains the Parameter objects that it was given.  Another one in the place of these, or one that begins
 to train later, would get no update, and no error.  Cost: a look at each module and parameter in a step, some
@@ -7,7 +7,10 @@ microseconds for a hundred.
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from colossal_lite.numerics.torch_modes import storage_of
 
 
 class ModelStructure:
@@ -39,3 +42,34 @@ class ModelStructure:
     def trains(self) -> bool:
         """Whether all modules are in training mode."""
         return all(module.training for module in self._modules.values())
+
+
+def check_storages(module: nn.Module) -> None:
+    """Raises ValueError where a parameter shares memory with another one, with a buffer or with another tensor of a
+    module. Each parameter gets memory of its own, so the others would no longer follow it."""
+    extents: dict[int, list[tuple[int, int, str, bool]]] = {}
+    seen: set[int] = set()
+    for path, owner in module.named_modules():
+        own = {k: v for k, v in vars(owner).items() if isinstance(v, Tensor)}
+        for key, tensor in (own | owner._buffers | owner._parameters).items():
+            if (
+                tensor is None
+                or id(tensor) in seen
+                or tensor.layout is not torch.strided
+                or not tensor.numel()
+            ):
+                continue
+            seen.add(id(tensor))
+            start = tensor.storage_offset() * tensor.itemsize
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            stop = start + (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+            name, trains = f"{path}.{key}".removeprefix("."), isinstance(tensor, nn.Parameter)
+            others = extents.setdefault(storage_of(tensor), [])
+            for low, high, other, other_trains in others:
+                if (trains or other_trains) and low < stop and start < high:
+                    raise ValueError(
+                        f"model: {other} and {name} are two tensors in one memory. Weights move to memory of the "
+                        f"engine, and the two would no longer be equal. Legal: one Parameter by two names "
+                        f"(head.weight = table.weight), a view made in forward, or .clone()"
+                    )
+            others.append((start, stop, name, trains))

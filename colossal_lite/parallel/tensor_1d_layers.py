@@ -186,6 +186,7 @@ class TablePart(nn.Module):
         super().__init__()
         self.weight_grad_store: WeightGradStore | None = None
         self.weight, self.rows, self.start = weight, weight.shape[0], part * weight.shape[0]
+        self.words = module.num_embeddings
         self.padding_idx = self._local(module.padding_idx)
         self.own: Callable[[Tensor], Tensor] | None = None
 
@@ -200,7 +201,13 @@ class TablePart(nn.Module):
         return module
 
     def terms(self, ids: Tensor) -> Tensor:
-        """Rows [..., D] of ids [...]."""
+        """Rows [..., D] of ids [...]. Raises IndexError on a CPU for ids that the table has not."""
+        if (
+            ids.device.type == "cpu"
+            and ids.numel()
+            and not 0 <= int(ids.min()) <= int(ids.max()) < self.words
+        ):
+            raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())}; legal: 0 to {self.words - 1}")
         here = (ids >= self.start) & (ids < self.start + self.rows)
         local = torch.where(here, ids - self.start, 0)
         return self._rows_of(local) * here.unsqueeze(-1)

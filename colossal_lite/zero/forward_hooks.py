@@ -19,11 +19,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.weight_chunk import WeightChunk
-from colossal_lite.numerics.torch_modes import without_modes
+from colossal_lite.numerics.torch_modes import storage_of, without_modes
 from colossal_lite.schedule.plan import Action
 from colossal_lite.zero.deferred_updates import DeferredUpdates
 from colossal_lite.zero.outside_reads import OutsideReads
@@ -48,6 +48,9 @@ class ForwardGates:
         ] = {}  # stage -> the last place of a chunk that is read before its gate
         self._was_seen: set[tuple[int, bool]] = set()  # stages that were watched, with gradients or without
         self._asked: set[int] = set()  # chunks that gates have asked for in this forward
+        self.refuses_writes = False
+        """Whether several ranks, or several forwards of a step, would each change a frozen parameter."""
+        self._frozen_in = {storage_of(p): n for n, p in parameters.items() if not p.requires_grad}
         names = {id(parameter): name for name, parameter in parameters.items()}
         chunk_of: dict[str, WeightChunk] = {e.name: c for c in (*chunks, *frozen) for e in c.spec.entries}
         self._handles: list[Any] = []
@@ -78,7 +81,7 @@ class ForwardGates:
             return
         ForwardGates.flush(self)
         self._asked.clear()
-        with OutsideReads(self._all.values(), partial(self._note_read, stage)) as watch:
+        with OutsideReads(self._all.values(), partial(self._note_read, stage), self._note_write) as watch:
             yield
         if watch.has_seen:  # else this rank has no samples
             self._was_seen.add(key)
@@ -91,6 +94,14 @@ class ForwardGates:
         """An operation reads weights of this chunk."""
         if chunk.spec.id in self._place and chunk.spec.id not in self._asked:
             self._read_early[stage] = max(self._read_early.get(stage, -1), self._place[chunk.spec.id])
+
+    def _note_write(self, changed: Tensor) -> None:
+        """An operation has changed this tensor. Raises ValueError for a frozen parameter."""
+        if self.refuses_writes and (name := self._frozen_in.get(storage_of(changed))) is not None:
+            raise ValueError(
+                f"model: its forward changes {name}, a parameter that does not train. Each rank and each micro-batch "
+                f"would change its own; legal: a buffer (register_buffer), which is compared between ranks"
+            )
 
     @contextmanager
     def backward(self) -> Iterator[None]:

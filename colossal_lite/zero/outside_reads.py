@@ -5,8 +5,9 @@ A gate stands before the forward of a module, and asks for the weights that this
 without calling its owner, as in `x @ self.codebook.weight.T`.  Where weights are hidden until a gate asks, such code
 would read NaN.  Autograd's saved tensors show some of these reads, but none under `no_grad` and none of a sum.  So the
 first forward in each mode (with gradients, and without) is seen operation by operation.  Whoever asks for the watch
-then learns of each weight that was read before its gate.  A view reads nothing.  Cost: the CPU time of two forwards,
-some microseconds for each of their operations.  Code that first runs in a later forward is not seen.
+then learns of each weight that was read before its gate, and of each tensor that was changed.  A view reads nothing.
+Cost: the CPU time of two forwards, some microseconds for each of their operations.  Code that first runs in a later
+forward is not seen.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,10 +29,14 @@ class OutsideReads(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, chunks: Iterable[WeightChunk], read: Callable[[WeightChunk], object]) -> None:
-        """`read` is called with a chunk whose weights, or what stands for them, an operation reads."""
+    def __init__(
+        self, chunks: Iterable[WeightChunk], read: Callable[[WeightChunk], object],
+        written: Callable[[Tensor], object],
+    ) -> None:  # fmt: skip
+        """`read` is called with a chunk whose weights, or what stands for them, an operation reads; `written` with a
+        tensor that an operation has changed."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._read = read
+        self._read, self._written = read, written
         self.has_seen = False
         """Whether there was an operation."""
         self._chunks: dict[int, list[WeightChunk]] = {}
@@ -56,4 +62,7 @@ class OutsideReads(TorchDispatchMode):
                 for chunk in chunks:
                     if len(chunks) == 1 or chunk.saved(tensor) is not None:
                         self._read(chunk)
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if isinstance(func, OpOverload) and func._schema.is_mutable and args and isinstance(args[0], Tensor):
+            self._written(args[0])
+        return out

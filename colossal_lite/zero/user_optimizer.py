@@ -25,6 +25,7 @@ from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.link import Link
 from colossal_lite.memory.transfers import sent_back
 from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.numerics.torch_modes import storage_of
 from colossal_lite.schedule.optimizer_updates import update_plan
 from colossal_lite.schedule.plan import Action, ActionKind
 
@@ -90,11 +91,23 @@ class OwnOptimizer:
                 group["lr"] = peak * factor
         before = self._bits()
         self._optimizer.step()
+        self._refuse_other_memory()
         for chunk in self._chunks:
             chunk.publish(0, chunk.spec.numel)
         self._optimizer.zero_grad(set_to_none=True)
         last, self._same = self._same, sent_back((self._bits() == before).all())
         self.changed = not (last if before.is_cuda else self._same)
+
+    def _refuse_other_memory(self) -> None:
+        """Raises ValueError for a parameter that the step has given other data: the model would not get it."""
+        for chunk in self._chunks:
+            own = storage_of(chunk.master)
+            for entry in chunk.spec.entries:
+                if storage_of(self._of[entry.name]) != own:
+                    raise ValueError(
+                        f"optimizer: {type(self._optimizer).__name__} has given {entry.name} other data "
+                        f"(p.data = ...), which the model does not get; legal: changes in place, as p.data.copy_(...)"
+                    )
 
     def _bits(self) -> Tensor:
         """A sum over the bits of each chunk's weights, which differs if one element does."""

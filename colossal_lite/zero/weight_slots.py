@@ -123,6 +123,16 @@ class ShardedWeights(ForwardGates):
             self._refuse_read(chunk)
         super()._note_read(stage, chunk)
 
+    def _note_write(self, changed: Tensor) -> None:
+        for index in self._resident:
+            if self._all[index].saved(changed) is not None:
+                names = ", ".join(entry.name for entry in self._all[index].spec.entries[:3])
+                raise ValueError(
+                    f"model: its forward changes one of {names}, ... in place. Here weights are copies, which are "
+                    f"dropped after use; legal: a buffer (register_buffer), or zero.stage=2 and weights on the device"
+                )
+        super()._note_write(changed)
+
     @staticmethod
     def _refuse_read(chunk: WeightChunk) -> NoReturn:
         names = ", ".join(entry.name for entry in chunk.spec.entries[:3])

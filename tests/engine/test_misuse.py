@@ -411,3 +411,83 @@ def frozen_later(env: RankEnv, stage: int) -> tuple[list[float], float]:
 def test_parameters_that_stop_training_later_keep_their_values(stage: int) -> None:
     for _, difference in run_world(frozen_later, 2, stage):
         assert difference < 1e-12
+
+
+# ---- tensors in one memory ----
+
+
+class OneMemory(nn.Module):
+    """Two tensors share memory, as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        if how == "tied by data":
+            self.head.weight.data = self.table.weight.data
+        elif how == "a buffer":
+            self.register_buffer("seen", self.table.weight.data)
+        elif how == "an attribute":
+            self.kept = self.table.weight.detach().t()
+        elif how == "views of one buffer":
+            flat = torch.randn(64)
+            self.table.weight = nn.Parameter(flat[:32].view(8, 4))
+            self.head.weight = nn.Parameter(flat[16:48].view(8, 4))
+        elif how == "parts of one buffer":  # as recurrent layers have them
+            flat = torch.randn(64)
+            self.table.weight = nn.Parameter(flat[:32].view(8, 4))
+            self.head.weight = nn.Parameter(flat[32:].view(8, 4))
+        elif how == "one Parameter":
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.table(ids))
+        return logits
+
+
+@pytest.mark.parametrize("how", ["tied by data", "a buffer", "an attribute", "views of one buffer"])
+def test_parameters_that_share_memory_with_others_are_refused(how: str) -> None:
+    with (
+        cl.launch(SGD, rank=0, world_size=1) as context,
+        pytest.raises(ValueError, match="are two tensors in one memory.*Legal: one Parameter by two names"),
+    ):
+        cl.initialize(OneMemory(how), context=context)
+
+
+@pytest.mark.parametrize("how", ["", "one Parameter", "parts of one buffer"])
+def test_parameters_in_memory_of_their_own_or_tied_are_not_refused(how: str) -> None:
+    with cl.launch(SGD, rank=0, world_size=1) as context:
+        engine = cl.initialize(OneMemory(how), context=context)
+        assert float(engine.train_step(batch()).loss) > float(engine.train_step(batch()).loss)
+
+
+class Replaces(torch.optim.SGD):
+    """Gives parameters other data, in the place of changing them."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad
+
+
+def test_an_optimizer_that_gives_parameters_other_data_is_refused() -> None:
+    with cl.launch(SGD, rank=0, world_size=1) as context:
+        engine = cl.initialize(model(), context=context, optimizer=lambda given: Replaces(given, lr=0.1))
+        assert "has given 0.weight other data" in told_of(lambda: engine.train_step(batch()))
+
+
+def unknown_ids(env: RankEnv, parallel: dict[str, Any], word: int) -> str:
+    with env.launch(SGD | dict(parallel=parallel)) as context:
+        engine = cl.initialize(OneMemory("one Parameter"), context=context)
+        inputs, labels = batch()
+        try:
+            engine.train_step((inputs.masked_fill(inputs == 2, word), labels))
+        except (IndexError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+@pytest.mark.parametrize("word", [8, 500])
+def test_ids_that_a_table_has_not_are_refused_as_by_one_rank(word: int) -> None:
+    assert "out of range" in run_world(unknown_ids, 1, {}, word)[0]
+    for told in run_world(unknown_ids, 2, dict(tensor=dict(size=2)), word):
+        assert told == f"IndexError: ids from 1 to {word}; legal: 0 to 7"

@@ -35,6 +35,8 @@ class Reads(nn.Module):
         self.way = way
         self.words = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
+        if way == "written":
+            self.count = nn.Parameter(torch.zeros(()), requires_grad=False)
         self.codes = nn.Embedding(CODES, WIDTH)
         self.head = nn.Linear(WIDTH, WORDS)
 
@@ -50,6 +52,9 @@ class Reads(nn.Module):
             x = x + self.blocks[3].inner.bias
         elif self.way == "shape":  # reads no value
             x = x + torch.zeros_like(self.head.weight).sum() + self.codes.weight.shape[0]
+        elif self.way == "written":
+            self.count.data += 1
+            x = x * self.count
         elif self.way == "evaluated" and not self.training:
             x = x * self.codes.weight.abs().max()
         for block in self.blocks:
@@ -232,3 +237,24 @@ def told_of_parallel(env: RankEnv, way: str, more: dict[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.parametrize(
+    "more, world",
+    [
+        ({}, 2),
+        (dict(gradient_accumulation=2), 1),
+        (dict(activation_checkpoint="full"), 1),
+        (dict(zero=dict(stage=3)), 2),
+    ],
+)
+def test_a_forward_that_changes_a_frozen_parameter_is_refused_where_several_would(
+    more: dict[str, Any], world: int
+) -> None:
+    for told in run_world(told_of_parallel, world, "written", more):
+        assert "its forward changes" in told and "count" in told and "register_buffer" in told
+
+
+def test_one_forward_a_step_may_change_a_frozen_parameter() -> None:
+    (got,) = run_world(parallel, 1, "written", {})
+    assert_serial(got, "written")
