@@ -7,8 +7,8 @@ cut back.  They are exact if no real token sees the padding:
 - with causal attention no real token attends to it, as it stands last.  Full attention masks it by `attention_mask`;
 - real tokens keep their positions.  Padding repeats the last one, so no table of positions must be longer;
 - real tokens keep the counters of their dropouts.
-This holds for our GPT, and for models on a sequence axis, whose attention is ours.  Any other model is tried on a small
-copy, with padding and without (`proven`).  If the two differ, lengths that do not divide raise an error.
+This holds for our GPT.  Any other model is tried on a small copy, with padding and without (`proven`).  If the two
+differ, lengths that do not divide raise an error.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def padding_of(
     )  # fmt: skip
     if has_auxiliary:
         return replace(padding, refused="auxiliary losses would count padding")
-    if sequence > 1 or mesh.is_recording or is_our_own(model, plan):
+    if mesh.is_recording or is_our_own(model, plan):
         return padding
     return proven(model, roles, padding)
 

@@ -85,6 +85,10 @@ class _Run:
     evaluated: float | None
     """The loss in eval(); None if it is that of training, or there is none."""
 
+    @property
+    def in_evaluation(self) -> float:
+        return self.loss if self.evaluated is None else self.evaluated
+
 
 def prove(
     model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout, criterion: ModelLoss | None = None
@@ -175,26 +179,27 @@ def _loss(
 
 
 def difference_when_plain(model: nn.Module, batch: Batch, other: Batch) -> str:
-    """What of loss and gradients of `model` as it is differs between two batches, or "". Raises NotRunError if it does
-    not run on the first."""
+    """What of loss and gradients of `model` as it is differs between two batches, in training or evaluation, or "".
+    Raises NotRunError if it does not run on the first."""
     with torch.random.fork_rng(devices=[]):
         try:
-            truth = _plain_run(deep_copy(model), batch)
+            truth = _plain_run(deep_copy(model).train(), batch)
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(f"{type(model).__name__}: {type(error).__name__}: {_line(error)}") from error
         try:
-            found = _plain_run(deep_copy(model), other)
+            found = _plain_run(deep_copy(model).train(), other)
         except Exception as error:  # as above
             return f"{type(error).__name__}: {_line(error)}"
-    if not abs(found.loss - truth.loss) <= TOLERANCE * abs(truth.loss):
-        return "loss"
+    for right, got in ((truth.loss, found.loss), (truth.in_evaluation, found.in_evaluation)):
+        if not abs(got - right) <= TOLERANCE * abs(right):
+            return "loss"
     bound = 0.01 * max((float(g.norm()) for g in truth.gradients.values() if g is not None), default=0.0)
-    for name, right in truth.gradients.items():
-        got = found.gradients[name]
-        if (right is None) != (got is None):
+    for name, gradient in truth.gradients.items():
+        other_gradient = found.gradients[name]
+        if (gradient is None) != (other_gradient is None):
             return name
-        if right is not None and got is not None:
-            if not float((got - right).norm()) <= TOLERANCE * (float(right.norm()) + bound):
+        if gradient is not None and other_gradient is not None:
+            if not float((other_gradient - gradient).norm()) <= TOLERANCE * (float(gradient.norm()) + bound):
                 return name
     return ""
 
