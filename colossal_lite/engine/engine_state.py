@@ -246,8 +246,8 @@ class EngineState:
         other parameters."""
         if (told := self.structure.change()) is not None:
             raise ValueError(
-                f"{what}: {told} since the engine was made, which would not train it; legal: changes of the model "
-                f"before cl.initialize, engine.load_full_state_dict for other values, engine.close and a new engine"
+                f"{what}: {told} since the engine was made. It would not train; legal: changes of the model before "
+                f"cl.initialize, engine.load_full_state_dict, engine.close and a new engine"
             )
         for chunk in (*self._chunks, *self._frozen):
             if name := chunk.lost_change():

@@ -50,6 +50,7 @@ from colossal_lite.parallel.layer_swap import cut_range
 from colossal_lite.parallel.loss import Criterion, Loss
 from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
+from colossal_lite.parallel.plan_proof import check_samples_apart
 from colossal_lite.parallel.sequence_parallel import sees_whole_sequences
 from colossal_lite.parallel.tensor_modes import Form
 from colossal_lite.pipeline.layer_profile import Profiler
@@ -228,6 +229,7 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
             f"torch.view_as_complex of it in forward"
         )
     check_storages(module)
+    check_samples_apart(module, _splits(context.config, context))
     if context.config.parallel.pipeline.is_staged:
         check_hooks(module)
     return facts
@@ -301,6 +303,11 @@ def _cuts(config: Config, context: Context) -> tuple[str, ...]:
     """The settings that give a module parts of a batch, or the same part twice."""
     data = context.mesh.size("data")
     return (*([f"data={data}"] if data > 1 else ()), *repeats(config))
+
+
+def _splits(config: Config, context: Context) -> tuple[str, ...]:
+    """The settings that give a module parts of a batch."""
+    return tuple(cut for cut in _cuts(config, context) if not cut.startswith("activation_checkpoint"))
 
 
 def _copies(config: Config, context: Context) -> tuple[str, ...]:

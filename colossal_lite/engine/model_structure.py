@@ -1,7 +1,7 @@
 """Checks a model's tensors before an engine, and whether it still has them later.
 
-Note: an engine trains the Parameter objects that it was given.  Another one in the place of these, or one that begins
-to train later, would get no update, and no error.  Cost: a look at each module and parameter in a step, some
+Note: an engine trains the Parameter objects that it was given.  Another one in their place, or one that begins to train
+later, would get no update, and no error.  Cost: a look at each module and parameter in a step, some
 microseconds for a hundred.
 """
 

@@ -33,9 +33,17 @@ from colossal_lite.parallel.small_copy import (
     deep_copy,
     has_more_blocks,
     small_copy,
+    table_roles,
 )
 from colossal_lite.parallel.swap_checks import HOOKS, has_forward_of
-from colossal_lite.parallel.swap_proof import Difference, NotRunError, check_finite, prove, words
+from colossal_lite.parallel.swap_proof import (
+    Difference,
+    NotRunError,
+    check_finite,
+    difference_of_parts,
+    prove,
+    words,
+)
 from colossal_lite.parallel.tensor_modes import Form, ModeResult, mode_file, mode_of
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.transforms.auxiliary_loss import Share
@@ -226,6 +234,29 @@ def check_sequence(
         )
 
 
+def check_samples_apart(model: nn.Module, cuts: Sequence[str]) -> None:
+    """Raises ValueError for a model whose samples see each other, where `cuts` (as a user writes them) split a batch.
+    On a quick small copy, losses and gradients of two halves must add up to those of the whole. A model that does not
+    run on random words has no proof. Nothing is communicated."""
+    if not cuts or is_our_own(model, {}):
+        return
+
+    def tried(small: SmallCopy, _: bool) -> str:
+        batch = words(4, TOKENS, small.words, ())
+        return difference_of_parts(small.model, batch, batch.cut(2))
+
+    try:
+        found = on_a_copy(model, table_roles(model), tried, is_quick=True)
+    except NoCopyError:
+        return
+    if found:
+        raise ValueError(
+            f"model: samples of {type(model).__name__} see each other. On a small copy, {found} of a batch is not that "
+            f"of its halves together. {' and '.join(cuts)} would run it on parts of a batch, with another result. "
+            f"Legal: code that acts on each sample alone, or the whole batch at once"
+        )
+
+
 def parts_of(mesh: Mesh) -> int:
     """Parts that the heads are cut into."""
     return max(leaf.size for leaf in mesh.layout.leaves if leaf.name in ("tensor", "tensor.row", "tensor.i"))
@@ -284,11 +315,15 @@ def on_a_copy(
     look: Callable[[SmallCopy, bool], T],
     *,
     keeps_all: bool = False,
+    is_quick: bool = False,
 ) -> T:
     """What `look` finds on the first small copy that runs. Copies are as wide as the model (True), if that is quick;
-    narrower; as wide as they may be. `keeps_all`: of all blocks. Raises NoCopyError if none runs."""
+    narrower; as wide as they may be. `keeps_all`: of all blocks; `is_quick`: without the last kind. Raises NoCopyError
+    if none runs."""
     why = ""
     for narrow, limit_bytes in _forms(model, roles):
+        if is_quick and narrow is None and limit_bytes > QUICK_BYTES:
+            continue
         try:
             return look(small_copy(model, roles, narrow, limit_bytes, keeps_all=keeps_all), narrow is None)
         except (NoCopyError, NotRunError) as error:

@@ -181,25 +181,39 @@ def _loss(
 def difference_when_plain(model: nn.Module, batch: Batch, other: Batch) -> str:
     """What of loss and gradients of `model` as it is differs between two batches, in training or evaluation, or "".
     Raises NotRunError if it does not run on the first."""
+    return difference_of_parts(model, batch, [other])
+
+
+def difference_of_parts(model: nn.Module, batch: Batch, parts: Sequence[Batch]) -> str:
+    """As `difference_when_plain`, where those of `parts` are summed."""
     with torch.random.fork_rng(devices=[]):
         try:
             truth = _plain_run(deep_copy(model).train(), batch)
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(f"{type(model).__name__}: {type(error).__name__}: {_line(error)}") from error
+        if not math.isfinite(truth.loss):
+            raise NotRunError(f"its loss is {truth.loss}")
         try:
-            found = _plain_run(deep_copy(model).train(), other)
+            found = [_plain_run(deep_copy(model).train(), part) for part in parts]
         except Exception as error:  # as above
-            return f"{type(error).__name__}: {_line(error)}"
-    for right, got in ((truth.loss, found.loss), (truth.in_evaluation, found.in_evaluation)):
+            told = f"{type(error).__name__}: {_line(error)}"
+            if len(parts) > 1:
+                raise NotRunError(told) from error
+            return told
+    for right, got in (
+        (truth.loss, sum(run.loss for run in found)),
+        (truth.in_evaluation, sum(run.in_evaluation for run in found)),
+    ):
         if not abs(got - right) <= TOLERANCE * abs(right):
             return "loss"
     bound = 0.01 * max((float(g.norm()) for g in truth.gradients.values() if g is not None), default=0.0)
-    for name, gradient in truth.gradients.items():
-        other_gradient = found.gradients[name]
-        if (gradient is None) != (other_gradient is None):
+    for name, expected in truth.gradients.items():
+        own = [g for run in found if (g := run.gradients[name]) is not None]
+        if (expected is None) != (not own):
             return name
-        if gradient is not None and other_gradient is not None:
-            if not float((other_gradient - gradient).norm()) <= TOLERANCE * (float(gradient.norm()) + bound):
+        if expected is not None:
+            total = torch.stack(own).sum(0)
+            if not float((total - expected).norm()) <= TOLERANCE * (float(expected.norm()) + bound):
                 return name
     return ""
 

@@ -431,8 +431,8 @@ class _Watch(TorchDispatchMode):
         for one, its in zip(self.passages, other.passages, strict=False):
             if one != its:
                 raise UnitsError(
-                    f"parallel.pipeline: {type(self.model).__name__}, {one.block}: in training it is called otherwise "
-                    f"than in eval(), or gives something else; legal: the same stream between blocks in both"
+                    f"parallel.pipeline: {type(self.model).__name__}, {one.block}: training and eval() call it "
+                    f"otherwise, or it gives something else; legal: the same stream between blocks"
                 )
         for mine, theirs in ((self.readers, other.readers), (self.callers, other.callers)):
             for name, units in theirs.items():

@@ -4,8 +4,8 @@ Note: why to watch.
 A gate stands before the forward of a module, and asks for the weights that this module owns.  Code may read a weight
 without calling its owner, as in `x @ self.codebook.weight.T`.  Where weights are hidden until a gate asks, such code
 would read NaN.  Autograd's saved tensors show some of these reads, but none under `no_grad` and none of a sum.  So the
-first forward in each mode (with gradients, and without) is seen operation by operation.  Whoever asks for the watch
-then learns of each weight that was read before its gate, and of each tensor that was changed.  A view reads nothing.
+first forward in each mode (with gradients, and without) is seen operation by operation.  Told are the
+weights that were read before their gates, and the tensors that were changed.  A view reads nothing.
 Cost: the CPU time of two forwards, some microseconds for each of their operations.  Code that first runs in a later
 forward is not seen.
 """
@@ -33,8 +33,8 @@ class OutsideReads(TorchDispatchMode):
         self, chunks: Iterable[WeightChunk], read: Callable[[WeightChunk], object],
         written: Callable[[Tensor], object],
     ) -> None:  # fmt: skip
-        """`read` is called with a chunk whose weights, or what stands for them, an operation reads; `written` with a
-        tensor that an operation has changed."""
+        """`read` is called with a chunk whose weights, or their placeholder, an operation reads. `written` is called
+        with a tensor that an operation has changed."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._read, self._written = read, written
         self.has_seen = False

@@ -129,7 +129,7 @@ class ShardedWeights(ForwardGates):
                 names = ", ".join(entry.name for entry in self._all[index].spec.entries[:3])
                 raise ValueError(
                     f"model: its forward changes one of {names}, ... in place. Here weights are copies, which are "
-                    f"dropped after use; legal: a buffer (register_buffer), or zero.stage=2 and weights on the device"
+                    f"dropped after use; legal: a buffer (register_buffer), or zero.stage=2 without offload"
                 )
         super()._note_write(changed)
 

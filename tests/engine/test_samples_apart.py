@@ -1,0 +1,97 @@
+"""A model whose samples see each other is refused where a batch is cut, in data ranks or in micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import colossal_lite as cl
+from tests.shared.pool import RankEnv, run_world
+
+V, D = 13, 8
+
+
+class Model(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.words, self.inner = way, nn.Embedding(V, D), nn.Linear(D, D)
+        self.drop, self.head = nn.Dropout(0.2), nn.Linear(D, V)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        if self.way == "mean of the batch":
+            x = x - x.mean((0, 1))
+        elif self.way == "mean of the batch in training" and self.training:
+            x = x - x.detach().mean(0)
+        elif self.way == "mean of the batch in evaluation" and not self.training:
+            x = x - x.mean(0)
+        elif self.way == "attention over samples":
+            x = nn.functional.scaled_dot_product_attention(*[x.transpose(0, 1)] * 3).transpose(0, 1)
+        elif self.way == "mean of tokens":
+            x = x - x.mean(1, keepdim=True)
+        elif self.way == "dropout":
+            x = self.drop(x)
+        elif self.way == "counter":
+            self.calls += self.training
+            x = x * (1 + 0 * self.calls)
+        logits: Tensor = self.head(torch.tanh(self.inner(x)))
+        return logits
+
+
+APART = ("plain", "mean of tokens", "dropout", "counter")
+TOGETHER = (
+    "mean of the batch", "mean of the batch in training", "mean of the batch in evaluation",
+    "attention over samples",
+)  # fmt: skip
+
+
+def one_step(env: RankEnv, way: str, more: dict[str, Any]) -> str | float:
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.3), timeout_s=60)
+    torch.manual_seed(0)
+    with env.launch(config | more) as context:
+        try:
+            engine = cl.initialize(Model(way).double(), context=context)
+        except ValueError as error:
+            return str(error)
+        ids = torch.randint(V, (4, 7), generator=torch.Generator().manual_seed(1))
+        return float(engine.train_step((ids[:, :-1].contiguous(), ids[:, 1:].contiguous())).loss)
+
+
+CUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "data": ({}, 2),
+    "accumulated": (dict(gradient_accumulation=2), 1),
+}
+
+
+@pytest.mark.parametrize("cut", ["data", "accumulated"])
+@pytest.mark.parametrize("way", TOGETHER)
+def test_samples_that_see_each_other_are_refused_where_a_batch_is_cut(way: str, cut: str) -> None:
+    more, world = CUTS[cut]
+    for told in run_world(one_step, world, way, more):
+        assert isinstance(told, str) and "samples of Model see each other" in told
+        assert ("data=2" if cut == "data" else "gradient_accumulation=2") in told
+
+
+@pytest.mark.parametrize("way", [*APART, *TOGETHER])
+def test_a_batch_that_is_whole_is_not_refused(way: str) -> None:
+    (loss,) = run_world(one_step, 1, way, {})
+    assert isinstance(loss, float)
+
+
+@pytest.mark.parametrize(
+    "way, cut",
+    [
+        (way, cut)
+        for way in APART
+        for cut in ("data", "accumulated")
+        if (way, cut) != ("counter", "accumulated")  # refused in the step: a buffer would count twice
+    ],
+)
+def test_samples_apart_are_not_refused(way: str, cut: str) -> None:
+    more, world = CUTS[cut]
+    for loss in run_world(one_step, world, way, more):
+        assert isinstance(loss, float), loss
