@@ -4,7 +4,7 @@ Note: why to watch.
 A gate stands before the forward of a module, and asks for the weights that this module owns.  Code may read a weight
 without calling its owner, as in `x @ self.codebook.weight.T`.  Where weights are hidden until a gate asks, such code
 would read NaN.  Autograd's saved tensors show some of these reads, but none under `no_grad` and none of a sum.  So the
-first forward in each mode (with gradients, and without) is seen operation by operation.  Told are the
+first forward in each mode (with gradients, and without) is seen operation by operation.  It shows the
 weights that were read before their gates, and the tensors that were changed.  A view reads nothing.
 Cost: the CPU time of two forwards, some microseconds for each of their operations.  Code that first runs in a later
 forward is not seen.
