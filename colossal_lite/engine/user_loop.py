@@ -84,6 +84,11 @@ class UserLoop:
         if loss.numel() != 1:
             shape = tuple(loss.shape)
             raise ValueError(f"backward: a loss of the shape {shape}; legal: one number, such as loss.mean()")
+        if not loss.requires_grad:
+            raise ValueError(
+                "backward: the loss has no graph, so nothing would train; legal: a loss of what engine(x) gives, "
+                "outside of no_grad and without detach()"
+            )
         step = self._step
         if step.by_count is not None and step.by_count != (count is not None):
             raise ValueError(

@@ -309,9 +309,10 @@ class _Watch(TorchDispatchMode):
         frame, place = sys._getframe(1), ""
         own = (Path(torch.__file__).parent.as_posix(), Path(__file__).parents[1].as_posix())
         while frame is not None:
-            name = frame.f_code.co_filename
-            if not name.startswith(own) and "self" in frame.f_locals:
-                owner = type(frame.f_locals["self"]).__name__
+            name, code = frame.f_code.co_filename, frame.f_code
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if not name.startswith(own) and isinstance(first, nn.Module):
+                owner = type(first).__name__
                 place = f" at {name}:{frame.f_lineno} ({owner}.{frame.f_code.co_name})"
                 break
             frame = frame.f_back  # type: ignore[assignment]

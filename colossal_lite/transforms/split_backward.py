@@ -147,13 +147,20 @@ def linear_gradients(
     return [w for w, _ in found], [g for _, g in found]
 
 
+def _no_view(y: Tensor) -> Tensor:
+    """The same elements, in the same memory, for autograd no view: code behind a layer may change its output in place,
+    as ReLU(inplace=True)."""
+    same: Tensor = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+    return same
+
+
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradStore) -> Tensor:
         ctx.save_for_backward(x, weight)
         # The tensors themselves, not recomputation's copies: gradients are delivered to them.
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
-        return F.linear(x, weight, bias)
+        return _no_view(F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -226,7 +233,7 @@ class _Tap(Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.run, ctx.queue, ctx.weights = forward, queue, weights
-        return y.view_as(y)
+        return _no_view(y.view_as(y))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -248,10 +255,13 @@ def defer_weights(module: nn.Module, queue: WeightGradStore) -> None:
     """Let the layers of `module` that can defer the gradients of their weights do so, in place.
 
     A layer with an attribute `weight_grad_store` gets the store.  Torch's and our models' linears, embeddings and norms
-    get another forward on the instance.  So names and hooks do not change.
+    get another forward on the instance.  So names and hooks do not change.  Layers with a hook on a parameter stay as
+    they are: it would be called without a gradient.
     """
     for owner in module.modules():
         made: Any = owner
+        if any(map(_has_hooks, made.parameters(recurse=False))):
+            continue
         if hasattr(made, "weight_grad_store"):
             made.weight_grad_store = queue
         elif isinstance(made, nn.Linear) and _runs_as(made, nn.Linear):
@@ -278,6 +288,12 @@ def restore_weights(module: nn.Module) -> None:
             made.weight_grad_store = None
 
 
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether others than the engine, which has one hook on a parameter that trains, have put hooks on it."""
+    after: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(parameter._backward_hooks) or len(after or ()) > 1
+
+
 def _runs_as(made: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a module's forward is that of torch's class, without a wrapper."""
     return type(made).forward is kind.forward and "forward" not in made.__dict__
@@ -292,7 +308,9 @@ def _is_plain(table: nn.Embedding) -> bool:
 
 
 def _linear_forward(module: nn.Linear, queue: WeightGradStore, x: Tensor) -> Tensor:
-    return linear(x, module.weight, module.bias, queue)
+    weight = module.weight
+    # A weight that is computed (weight_norm, parametrize) gets its gradient in I, with those of what it is made of.
+    return linear(x, weight, module.bias, queue if weight.grad_fn is None else None)
 
 
 def _embedding_forward(module: nn.Embedding, queue: WeightGradStore, ids: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ class ForwardGates:
             if needed:
                 self._handles += self._gates(owner, needed)
         self._handles.append(module.register_state_dict_pre_hook(lambda *_: self._before_state_dict()))
+        self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: self._before_load()))
 
     @contextmanager
     def forward(self, stage: int = 0) -> Iterator[None]:
@@ -218,6 +219,10 @@ class ForwardGates:
     def _before_state_dict(self) -> None:
         if not self._names_only:
             self.flush()
+
+    def _before_load(self) -> None:
+        """Before `load_state_dict` of the model, which writes to parameters."""
+        self.flush()
 
     def _enter(self, needed: Sequence[WeightChunk], module: nn.Module, args: Any) -> None:
         if self._deferred is not None:

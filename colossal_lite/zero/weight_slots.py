@@ -219,6 +219,12 @@ class ShardedWeights(ForwardGates):
         """The last place of these chunks among those that have updates; -1: none."""
         return max((self._place[index] for index in indices if index in self._place), default=-1)
 
+    def _before_load(self) -> None:
+        raise ValueError(
+            "model.load_state_dict(): at zero.stage=3 this rank has a shard of each weight; use "
+            "engine.load_full_state_dict()"
+        )
+
     def _before_state_dict(self) -> None:
         if not self._names_only:
             raise ValueError(

@@ -491,3 +491,23 @@ def test_ids_that_a_table_has_not_are_refused_as_by_one_rank(word: int) -> None:
     assert "out of range" in run_world(unknown_ids, 1, {}, word)[0]
     for told in run_world(unknown_ids, 2, dict(tensor=dict(size=2)), word):
         assert told == f"IndexError: ids from 1 to {word}; legal: 0 to 7"
+
+
+def told_calls(env: RankEnv, stage: int) -> list[str]:
+    """What a backward without a graph says, and a load of the model's own after a step; the loss after that."""
+    with env.launch(SGD | dict(zero=dict(stage=stage))) as context:
+        engine = cl.initialize(model(), context=context)
+        engine.train_step(batch())
+        weights = engine.full_state_dict()
+        with torch.no_grad():
+            told = [told_of(lambda: engine.backward(loss_of(engine(batch()[0]))))]
+        engine.zero_grad()
+        engine.train_step(batch())
+        return [*told, told_of(lambda: engine.model.load_state_dict(weights))]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_loss_without_a_graph_and_a_load_beside_the_engine_are_told(stage: int) -> None:
+    for graph, load in run_world(told_calls, 2, stage):
+        assert "the loss has no graph" in graph and "outside of no_grad" in graph
+        assert load == "" if stage < 3 else "use engine.load_full_state_dict()" in load
