@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch
@@ -23,6 +24,9 @@ from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.engine.step_totals import OpenStep
 from colossal_lite.parallel.loss import with_logits
 from colossal_lite.zero.build_chunks import sharding_of
+
+FROM_MODEL = "of the outputs of a model"
+"""Metadata of the nodes by which the graph of a loss enters the model."""
 
 
 class UserLoop:
@@ -43,6 +47,7 @@ class UserLoop:
         self._config, self._mesh = parts.context.config, parts.context.mesh
         self._hooks, self._updates = parts.hooks, parts.updates
         self._by_micro_batch = sharding_of(self._config).by_micro_batch
+        self._has_parts = self._mesh.size("tensor", "sequence") > 1
         self._is_empty = False  # whether this rank has no sample of the micro-batch at hand
         self._samples = 0  # of all data ranks in that micro-batch
         self._tokens: int | None = None  # of its sequences, if they were padded
@@ -76,7 +81,17 @@ class UserLoop:
             full = self._strategy.whole_batch(self._strategy.whole_vocabulary(kept))
             return full if self._tokens is None else full[:, : self._tokens]
 
-        return with_logits(outputs, whole)
+        found = with_logits(outputs, whole)
+        if self._has_parts and torch.is_grad_enabled():
+            given = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+            for x in (
+                *given,
+                *(x._base for x in given),
+            ):  # a view that changes in place has the graph of its base
+                node: Any = None if x is None else x.grad_fn
+                if node is not None:
+                    node.metadata[FROM_MODEL] = True
+        return found
 
     def backward(self, loss: Tensor, count: int | Tensor | None, factor: float) -> None:
         """Add the gradient of `loss`. `factor` of the learning rate is for updates in backward."""
@@ -88,6 +103,12 @@ class UserLoop:
             raise ValueError(
                 "backward: the loss has no graph, so nothing would train; legal: a loss of what engine(x) gives, "
                 "outside of no_grad and without detach()"
+            )
+        if self._has_parts and (name := self._read_directly(loss)) is not None:
+            raise ValueError(
+                f"backward: the loss reads {name}, not by the outputs of engine(x). A rank has a part of the weights, "
+                f"or of their gradients (parallel.tensor, parallel.sequence); legal: optimizer.weight_decay, or "
+                f"colossal_lite.AuxiliaryLoss in the model"
             )
         step = self._step
         if step.by_count is not None and step.by_count != (count is not None):
@@ -118,6 +139,20 @@ class UserLoop:
             (total if seed == 1.0 else total * seed).backward()
         if self._by_micro_batch or updates:
             self._reduce_all(ends=updates)
+
+    def _read_directly(self, loss: Tensor) -> str | None:
+        """The name of a parameter that `loss` reads beside the outputs of the model."""
+        names = {id(parameter): name for name, parameter in self._parts.parameters.items()}
+        nodes, seen = [loss.grad_fn], set[Any]()
+        while nodes:
+            node: Any = nodes.pop()
+            if node is None or node in seen or FROM_MODEL in node.metadata:
+                continue
+            seen.add(node)
+            if (name := names.get(id(getattr(node, "variable", None)))) is not None:
+                return name
+            nodes += [before for before, _ in node.next_functions]
+        return None
 
     def finish(self) -> None:
         """Start the remaining reductions, before the ranks agree. Raises ValueError without a `backward`."""

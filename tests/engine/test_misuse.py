@@ -511,3 +511,51 @@ def test_a_loss_without_a_graph_and_a_load_beside_the_engine_are_told(stage: int
     for graph, load in run_world(told_calls, 2, stage):
         assert "the loss has no graph" in graph and "outside of no_grad" in graph
         assert load == "" if stage < 3 else "use engine.load_full_state_dict()" in load
+
+
+class Blocks(nn.Module):
+    """Gives logits and the stream before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2)
+        )
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return {"logits": self.head(x), "stream": x}
+
+
+def penalized(env: RankEnv, parallel: dict[str, Any], of: str) -> tuple[str, float]:
+    """The error of a loop whose loss has a penalty, and the loss of a step after one."""
+    torch.manual_seed(0)
+    with env.launch(SGD | dict(parallel=parallel)) as context:
+        engine = cl.initialize(Blocks().double(), context=context)
+
+        def step() -> None:
+            found = engine(batch()[0])
+            logits = found["logits"].div_(2.0) if of == "logits" else found["logits"]
+            weight = engine.model.head.weight if of == "head" else engine.model.blocks[0][0].weight
+            more = logits.square().mean() if of == "logits" else weight.square().sum()
+            engine.backward(loss_of(logits) + 0.1 * more)
+            engine.step()
+
+        told = told_of(step)
+        engine.zero_grad()
+        return told, float(engine.train_step(batch()).loss)
+
+
+@pytest.mark.parametrize("of", ["logits", "block", "head"])
+def test_a_penalty_on_weights_is_refused_where_a_rank_has_a_part_of_them(of: str) -> None:
+    ((nothing, truth),) = run_world(penalized, 1, {}, of)
+    assert nothing == ""
+    for told, loss in run_world(penalized, 2, dict(tensor=dict(size=2)), of):
+        if of == "logits":
+            assert told == "" and loss == pytest.approx(truth, rel=1e-12)
+        else:
+            assert "the loss reads" in told and ".weight, not by the outputs of engine(x)" in told

@@ -40,8 +40,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.way == "changed in place":
-            hidden = self.norm(x).mul_(2.0)
-            return x + self.second(torch.relu_(self.first(hidden)))
+            return x + self.second(torch.relu_(self.first(self.norm(x))))
         return x + self.second(torch.tanh(self.first(self.norm(x))))
 
 
