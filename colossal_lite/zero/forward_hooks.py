@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +59,14 @@ class ForwardGates:
             needed = tuple(dict.fromkeys(chunk_of[name] for name in own if name in chunk_of))
             if needed:
                 self._handles += self._gates(owner, needed)
-        self._handles.append(module.register_state_dict_pre_hook(lambda *_: self._before_state_dict()))
+        self._handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
         self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: self._before_load()))
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise ValueError(
+            "copy.deepcopy of a model that an engine trains: its weights and hooks are the engine's; legal: a copy "
+            "made before cl.initialize, with engine.full_state_dict() loaded into it (for averages of weights too)"
+        )
 
     @contextmanager
     def forward(self, stage: int = 0) -> Iterator[None]:
@@ -216,7 +222,7 @@ class ForwardGates:
     def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
         yield owner.register_forward_pre_hook(partial(self._enter, needed))
 
-    def _before_state_dict(self) -> None:
+    def _before_state_dict(self, *_: object) -> None:
         if not self._names_only:
             self.flush()
 

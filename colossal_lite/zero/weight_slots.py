@@ -225,7 +225,7 @@ class ShardedWeights(ForwardGates):
             "engine.load_full_state_dict()"
         )
 
-    def _before_state_dict(self) -> None:
+    def _before_state_dict(self, *_: object) -> None:
         if not self._names_only:
             raise ValueError(
                 "model.state_dict(): at zero.stage=3 this rank has a shard of each weight; use engine.full_state_dict()"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -559,3 +560,22 @@ def test_a_penalty_on_weights_is_refused_where_a_rank_has_a_part_of_them(of: str
             assert told == "" and loss == pytest.approx(truth, rel=1e-12)
         else:
             assert "the loss reads" in told and ".weight, not by the outputs of engine(x)" in told
+
+
+def copied(env: RankEnv, stage: int) -> tuple[str, float]:
+    """What a copy of an engine's model says, and how far its weights in a copy made before are from a step of it."""
+    given = model()
+    apart = copy.deepcopy(given).double()
+    with env.launch(SGD | dict(zero=dict(stage=stage))) as context:
+        engine = cl.initialize(given, context=context)
+        engine.train_step(batch())
+        told = told_of(lambda: copy.deepcopy(engine.model))
+        apart.load_state_dict(engine.full_state_dict())
+        loss = float(loss_of(apart(batch()[0])).detach())
+        return told, abs(loss - float(engine.train_step(batch()).loss))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_copy_of_a_model_that_an_engine_trains_is_refused_with_what_to_do(stage: int) -> None:
+    for told, difference in run_world(copied, 2, stage):
+        assert "a copy made before cl.initialize" in told and difference < 1e-14
