@@ -101,14 +101,13 @@ class UserLoop:
             raise ValueError(f"backward: a loss of the shape {shape}; legal: one number, such as loss.mean()")
         if not loss.requires_grad:
             raise ValueError(
-                "backward: the loss has no graph, so nothing would train; legal: a loss of what engine(x) gives, "
-                "outside of no_grad and without detach()"
+                "backward: the loss has no graph, so nothing would train; legal: a loss of the outputs of engine(x), "
+                "outside of no_grad"
             )
         if self._has_parts and (name := self._read_directly(loss)) is not None:
             raise ValueError(
-                f"backward: the loss reads {name}, not by the outputs of engine(x). A rank has a part of the weights, "
-                f"or of their gradients (parallel.tensor, parallel.sequence); legal: optimizer.weight_decay, or "
-                f"colossal_lite.AuxiliaryLoss in the model"
+                f"backward: the loss reads {name}, not by the outputs of engine(x). A rank has a part of it, or of its "
+                f"gradient (parallel.tensor, parallel.sequence); legal: optimizer.weight_decay, or AuxiliaryLoss"
             )
         step = self._step
         if step.by_count is not None and step.by_count != (count is not None):

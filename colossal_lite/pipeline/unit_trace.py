@@ -1,4 +1,4 @@
-"""Finds the units of any model of blocks: it watches a forward in each mode, and says what passes between blocks.
+"""Finds the units of any model of blocks. It watches a forward in each mode, and says what passes between blocks.
 
 Note: the trace.
 Blocks are those of `blocks_of`, called one after another.  Each operation of the forward is seen.  What comes from a

@@ -148,8 +148,8 @@ def linear_gradients(
 
 
 def _no_view(y: Tensor) -> Tensor:
-    """The same elements, in the same memory, for autograd no view: code behind a layer may change its output in place,
-    as ReLU(inplace=True)."""
+    """The same elements in the same memory, for autograd no view. So code behind a layer may change its output in
+    place, as ReLU(inplace=True)."""
     same: Tensor = torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
     return same
 

@@ -65,7 +65,7 @@ class ForwardGates:
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ValueError(
             "copy.deepcopy of a model that an engine trains: its weights and hooks are the engine's; legal: a copy "
-            "made before cl.initialize, with engine.full_state_dict() loaded into it (for averages of weights too)"
+            "made before cl.initialize, which loads engine.full_state_dict()"
         )
 
     @contextmanager

@@ -20,7 +20,7 @@ SGD = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), seed=7, timeout
 
 
 class Branches(nn.Module):
-    """A classifier with a branch that only even inputs take, a parameter nobody uses, and a frozen scale."""
+    """A classifier with a branch that only even samples take, a parameter nobody uses, and a frozen scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +32,12 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embedding(x) * self.scale
-        branch = self.left if int(x[0, 0]) % 2 == 0 else self.right
-        return self.head(torch.tanh(branch(h)))
+        even = x[:, 0] % 2 == 0
+        if even.all() or not even.any():
+            taken = (self.left if even.all() else self.right)(h)
+        else:
+            taken = torch.where(even[:, None, None], self.left(h), self.right(h))
+        return self.head(torch.tanh(taken))
 
 
 def batch_of(*firsts: int) -> tuple[Tensor, Tensor]:
