@@ -61,6 +61,10 @@ class Plainly(Wide):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.DROPOUTS:
             return args[0] if args else kwargs["input"]
+        if func is F.multi_head_attention_forward:  # whose dropout no mode sees
+            at, kwargs = 10, dict(kwargs or {})
+            args = (*args[:at], *((0.0,) if len(args) > at else ()), *args[at + 1 :])
+            kwargs |= {"dropout_p": 0.0} if len(args) <= at else {}
         if func is F.scaled_dot_product_attention:
             args, kwargs = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]), dict(kwargs or {})
             kwargs.pop("dropout_p", None)

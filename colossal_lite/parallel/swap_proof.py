@@ -187,12 +187,13 @@ def difference_when_plain(model: nn.Module, batch: Batch, other: Batch) -> str:
 def difference_of_parts(model: nn.Module, batch: Batch, parts: Sequence[Batch]) -> str:
     """As `difference_when_plain`, where those of `parts` are summed."""
     with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
         try:
             truth = _plain_run(deep_copy(model).train(), batch)
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(f"{type(model).__name__}: {type(error).__name__}: {_line(error)}") from error
-        if not math.isfinite(truth.loss):
-            raise NotRunError(f"its loss is {truth.loss}")
+        if not math.isfinite(truth.loss) or not torch.equal(torch.get_rng_state(), before):
+            raise NotRunError(f"its loss is {truth.loss}, or it draws random numbers")
         try:
             found = [_plain_run(deep_copy(model).train(), part) for part in parts]
         except Exception as error:  # as above

@@ -18,6 +18,7 @@ class Model(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way, self.words, self.inner = way, nn.Embedding(V, D), nn.Linear(D, D)
+        self.attention = nn.MultiheadAttention(D, 2, dropout=0.3, batch_first=True)
         self.drop, self.head = nn.Dropout(0.2), nn.Linear(D, V)
         self.register_buffer("calls", torch.zeros(()))
 
@@ -35,6 +36,8 @@ class Model(nn.Module):
             x = x - x.mean(1, keepdim=True)
         elif self.way == "dropout":
             x = self.drop(x)
+        elif self.way == "attention with dropout":
+            x = x + self.attention(x, x, x)[0]
         elif self.way == "counter":
             self.calls += self.training
             x = x * (1 + 0 * self.calls)
@@ -42,7 +45,7 @@ class Model(nn.Module):
         return logits
 
 
-APART = ("plain", "mean of tokens", "dropout", "counter")
+APART = ("plain", "mean of tokens", "dropout", "attention with dropout", "counter")
 TOGETHER = (
     "mean of the batch", "mean of the batch in training", "mean of the batch in evaluation",
     "attention over samples",
