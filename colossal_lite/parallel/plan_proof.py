@@ -54,6 +54,7 @@ MOST_SIDES = {1: 4, 2: 3, 3: 2}
 TOKENS = 8
 QUICK_BYTES = 4 << 20
 """Copies above this size are made narrower, if that is possible."""
+MOST_QUICK_BYTES = 32 << 20
 MOST_TRIES = 12
 OUR_PARTS = (nn.ModuleList, nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout)
 
@@ -318,12 +319,11 @@ def on_a_copy(
     is_quick: bool = False,
 ) -> T:
     """What `look` finds on the first small copy that runs. Copies are as wide as the model (True), if that is quick;
-    narrower; as wide as they may be. `keeps_all`: of all blocks; `is_quick`: without the last kind. Raises NoCopyError
-    if none runs."""
+    narrower; as wide as they may be. `keeps_all`: of all blocks; `is_quick`: none that takes seconds. Raises
+    NoCopyError if none runs."""
     why = ""
     for narrow, limit_bytes in _forms(model, roles):
-        if is_quick and narrow is None and limit_bytes > QUICK_BYTES:
-            continue
+        limit_bytes = min(limit_bytes, MOST_QUICK_BYTES) if is_quick else limit_bytes
         try:
             return look(small_copy(model, roles, narrow, limit_bytes, keeps_all=keeps_all), narrow is None)
         except (NoCopyError, NotRunError) as error:
