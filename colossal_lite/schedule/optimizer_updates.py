@@ -159,23 +159,15 @@ def run_of(
     moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
     first = next((i for i, action in enumerate(moves) if action.kind is not ActionKind.FETCH), 0)
     first = first if prepares is None else min(first, prepares)
-    actions: list[Action] = []
-    deferred: deque[Action] = deque()
-    for step in range(steps):
-        for unit in range(len(units)):
-            while deferred and (not holds_up(deferred[0]) or deferred[0].stage == unit):
-                actions.append(deferred.popleft())
-            actions.append(Action(ActionKind.F, stage=unit, micro_batch=step))
-        actions += moves[:first]
-        for unit in reversed(range(len(units))):
-            actions.append(Action(ActionKind.B, stage=unit, micro_batch=step))
-            summed = [c for c in reversed(units[unit]) if early and c in on_host]
-            leaving = [c for c in summed if ChunkPart.GRADIENT in on_host[c].down]
-            numbers = [ChunkPart.GRADIENT.of(chunk, num_chunks) for chunk in leaving]
-            actions += [replace(_action(ActionKind.EVICT, n), stage=unit) for n in numbers]
-        deferred.extend(
-            replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in moves[first:]
-        )
+    leaving = [
+        [
+            replace(_action(ActionKind.EVICT, ChunkPart.GRADIENT.of(chunk, num_chunks)), stage=unit)
+            for chunk in reversed(chunks)
+            if early and chunk in on_host and ChunkPart.GRADIENT in on_host[chunk].down
+        ]
+        for unit, chunks in enumerate(units)
+    ]
+    actions = _steps(steps, moves[:first], moves[first:], leaving)
     memory = memory_of(
         num_chunks,
         ahead=ahead,
@@ -188,12 +180,31 @@ def run_of(
     gradients = [(unit_of[c], (0, ChunkPart.GRADIENT.of(c, num_chunks))) for c in sorted(on_host)]
     weights = [(unit_of[c], (0, ChunkPart.WEIGHTS.of(c, num_chunks))) for c in sorted(on_host)]
     stages = sorted({unit for unit, _ in gradients})
-    return Plan(((*actions, *deferred),)), replace(
+    return Plan((actions,)), replace(
         memory,
         uses={(0, stage): tuple(key for unit, key in weights if unit == stage) for stage in stages},
         made={(0, stage): tuple(key for unit, key in gradients if unit == stage) for stage in stages},
         awaited={(0, unit): tuple((0, number) for number in numbers) for unit, numbers in awaited.items()},
     )
+
+
+def _steps(
+    steps: int, early: Sequence[Action], late: Sequence[Action], leaving: Sequence[Sequence[Action]]
+) -> tuple[Action, ...]:
+    """The actions of a run: of each step forward, the `early` moves of its updates, and backward, behind each unit of
+    which the gradients in `leaving` come down. The `late` moves run in the next forward, or at the end."""
+    actions: list[Action] = []
+    deferred: deque[Action] = deque()
+    for step in range(steps):
+        for unit in range(len(leaving)):
+            while deferred and (not holds_up(deferred[0]) or deferred[0].stage == unit):
+                actions.append(deferred.popleft())
+            actions.append(Action(ActionKind.F, stage=unit, micro_batch=step))
+        actions += early
+        for unit in reversed(range(len(leaving))):
+            actions += [Action(ActionKind.B, stage=unit, micro_batch=step), *leaving[unit]]
+        deferred.extend(replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in late)
+    return (*actions, *deferred)
 
 
 def holds_up(action: Action) -> bool:
