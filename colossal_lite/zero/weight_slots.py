@@ -125,8 +125,11 @@ class ShardedWeights(ForwardGates):
 
     def _note_write(self, changed: Tensor) -> None:
         for index in self._resident:
-            if self._all[index].saved(changed) is not None:
-                names = ", ".join(entry.name for entry in self._all[index].spec.entries[:3])
+            chunk = self._all[
+                index
+            ]  # one that is being gathered changes by any collective, which moves all on
+            if chunk.weights is WeightState.WHOLE and chunk.saved(changed) is not None:
+                names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
                 raise ValueError(
                     f"model: its forward changes one of {names}, ... in place. Here weights are copies, which are "
                     f"dropped after use; legal: a buffer (register_buffer), or zero.stage=2 without offload"
