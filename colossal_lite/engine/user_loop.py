@@ -79,18 +79,13 @@ class UserLoop:
         def whole(logits: Tensor) -> Tensor:
             kept = logits[:0] if self._is_empty else logits
             full = self._strategy.whole_batch(self._strategy.whole_vocabulary(kept))
-            return full if self._tokens is None else full[:, : self._tokens]
+            given = full if self._tokens is None else full[:, : self._tokens]
+            _mark(given)
+            return given
 
         found = with_logits(outputs, whole)
-        if self._has_parts and torch.is_grad_enabled():
-            given = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
-            for x in (
-                *given,
-                *(x._base for x in given),
-            ):  # a view that changes in place has the graph of its base
-                node: Any = None if x is None else x.grad_fn
-                if node is not None:
-                    node.metadata[FROM_MODEL] = True
+        for x in tree_leaves(found) if self._has_parts else ():
+            _mark(x)
         return found
 
     def backward(self, loss: Tensor, count: int | Tensor | None, factor: float) -> None:
@@ -99,11 +94,6 @@ class UserLoop:
         if loss.numel() != 1:
             shape = tuple(loss.shape)
             raise ValueError(f"backward: a loss of the shape {shape}; legal: one number, such as loss.mean()")
-        if not loss.requires_grad:
-            raise ValueError(
-                "backward: the loss has no graph, so nothing would train; legal: a loss of the outputs of engine(x), "
-                "outside of no_grad"
-            )
         if self._has_parts and (name := self._read_directly(loss)) is not None:
             raise ValueError(
                 f"backward: the loss reads {name}, not by the outputs of engine(x). A rank has a part of it, or of its "
@@ -115,6 +105,11 @@ class UserLoop:
                 "backward: count is given in some calls of this step and not in others; give it in all or none"
             )
         self._updates.refuse_within("backward")
+        if not loss.requires_grad:
+            raise ValueError(
+                "backward: the loss has no graph, so nothing would train; legal: a loss of the outputs of engine(x), "
+                "outside of no_grad"
+            )
         if step.calls == self._config.gradient_accumulation:
             _refuse_further_backward(self._config)
         step.by_count = count is not None
@@ -188,6 +183,14 @@ class UserLoop:
                 f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}; its weight depends on labels "
                 f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
             )
+
+
+def _mark(x: Any) -> None:
+    """Note on its graph that the model gives a tensor. A view that changes in place has the graph of its base."""
+    for each in (x, x._base) if isinstance(x, Tensor) else ():
+        node: Any = None if each is None else each.grad_fn
+        if node is not None:
+            node.metadata[FROM_MODEL] = True
 
 
 def _refuse_further_backward(config: Config) -> None:

@@ -191,8 +191,8 @@ def run_of(
 def _steps(
     steps: int, early: Sequence[Action], late: Sequence[Action], leaving: Sequence[Sequence[Action]]
 ) -> tuple[Action, ...]:
-    """The actions of a run: of each step forward, the `early` moves of its updates, and backward, behind each unit of
-    which the gradients in `leaving` come down. The `late` moves run in the next forward, or at the end."""
+    """The actions of a run. A step is forward, the `early` moves of its updates, and backward. Behind each unit its
+    gradients in `leaving` come down. The `late` moves run in the next forward, or at the end."""
     actions: list[Action] = []
     deferred: deque[Action] = deque()
     for step in range(steps):
