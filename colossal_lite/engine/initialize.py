@@ -33,7 +33,7 @@ from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built
 from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.engine.model_structure import check_storages
-from colossal_lite.engine.rank_comparison import repeats
+from colossal_lite.engine.rank_comparison import repeats, splits
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk, state_base
@@ -220,16 +220,16 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("model: no parameter requires a gradient; there is nothing to train")
     check_labels_optional(module)
-    check_batchwide(module, _cuts(context.config, context))
+    check_batchwide(module, _cuts(context, repeats(context.config)))
     check_max_norm(module, _copies(context.config, context))
-    check_tables(module, _cuts(context.config, context))
+    check_tables(module, _cuts(context, repeats(context.config)))
     if name := next((n for n, p in module.named_parameters() if p.is_complex()), None):
         raise ValueError(
             f"model: the parameter {name} is complex. Masters and moments are real. Legal: a real parameter, and "
             f"torch.view_as_complex of it in forward"
         )
     check_storages(module)
-    check_samples_apart(module, _splits(context.config, context))
+    check_samples_apart(module, _cuts(context, splits(context.config)))
     if context.config.parallel.pipeline.is_staged:
         check_hooks(module)
     return facts
@@ -299,15 +299,10 @@ def _swap_layers(
     return parallelized
 
 
-def _cuts(config: Config, context: Context) -> tuple[str, ...]:
-    """The settings that give a module parts of a batch, or the same part twice."""
+def _cuts(context: Context, of_a_rank: Sequence[str]) -> tuple[str, ...]:
+    """The settings that give a module parts of a batch: data ranks, and those `of_a_rank`."""
     data = context.mesh.size("data")
-    return (*([f"data={data}"] if data > 1 else ()), *repeats(config))
-
-
-def _splits(config: Config, context: Context) -> tuple[str, ...]:
-    """The settings that give a module parts of a batch."""
-    return tuple(cut for cut in _cuts(config, context) if not cut.startswith("activation_checkpoint"))
+    return (*([f"data={data}"] if data > 1 else ()), *of_a_rank)
 
 
 def _copies(config: Config, context: Context) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Checks a model's tensors before an engine, and whether it still has them later.
 
 Note: an engine trains the Parameter objects that it was given.  Another one in their place, or one that begins to train
-later, would get no update, and no error.  Cost: a look at each module and parameter in a step, some
-microseconds for a hundred.
+later, would get no update, and no error.  Cost: a look at each module and parameter in a step, some microseconds for a
+hundred.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def check_storages(module: nn.Module) -> None:
             start = tensor.storage_offset() * tensor.itemsize
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             stop = start + (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
-            name, trains = f"{path}.{key}".removeprefix("."), isinstance(tensor, nn.Parameter)
+            name, is_weight = f"{path}.{key}".removeprefix("."), isinstance(tensor, nn.Parameter)
             others = extents.setdefault(storage_of(tensor), [])
-            for low, high, other, other_trains in others:
-                if (trains or other_trains) and low < stop and start < high:
+            for low, high, other, is_other in others:
+                if (is_weight or is_other) and low < stop and start < high:
                     raise ValueError(
                         f"model: {other} and {name} are two tensors in one memory. Weights move to memory of the "
                         f"engine, and the two would no longer be equal. Legal: one Parameter by two names "
                         f"(head.weight = table.weight), a view made in forward, or .clone()"
                     )
-            others.append((start, stop, name, trains))
+            others.append((start, stop, name, is_weight))

@@ -31,16 +31,21 @@ SHOWN = 4
 """Elements of a tensor that a message shows."""
 
 
-def repeats(config: Config) -> tuple[str, ...]:
-    """The settings that run a module several times a step on a rank, on parts of its batch or twice."""
-    pipeline, recomputes = config.parallel.pipeline, config.activation_checkpoint
+def splits(config: Config) -> tuple[str, ...]:
+    """The settings that run a module several times a step on a rank, on parts of its batch."""
+    pipeline = config.parallel.pipeline
     found = {
         f"gradient_accumulation={config.gradient_accumulation}": config.gradient_accumulation > 1,
         f"pipeline.micro_batches={pipeline.micro_batches}": pipeline.is_staged
         and pipeline.micro_batches != 1,
-        f"activation_checkpoint={recomputes!r}": recomputes != "none",
     }
     return tuple(name for name, is_so in found.items() if is_so)
+
+
+def repeats(config: Config) -> tuple[str, ...]:
+    """As `splits`, and the setting that runs it twice on the same part."""
+    recomputes = config.activation_checkpoint
+    return (*splits(config), *([f"activation_checkpoint={recomputes!r}"] if recomputes != "none" else []))
 
 
 class RanksDifferError(ValueError):

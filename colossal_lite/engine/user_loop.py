@@ -97,7 +97,7 @@ class UserLoop:
         if self._has_parts and (name := self._read_directly(loss)) is not None:
             raise ValueError(
                 f"backward: the loss reads {name}, not by the outputs of engine(x). A rank has a part of it, or of its "
-                f"gradient (parallel.tensor, parallel.sequence); legal: optimizer.weight_decay, or AuxiliaryLoss"
+                f"gradient (parallel.tensor, parallel.sequence); legal: a loss of the outputs, optimizer.weight_decay"
             )
         step = self._step
         if step.by_count is not None and step.by_count != (count is not None):

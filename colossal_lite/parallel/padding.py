@@ -29,7 +29,7 @@ from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.plan_proof import is_our_own, on_a_copy
 from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.small_copy import NoCopyError, SmallCopy
-from colossal_lite.parallel.swap_proof import difference_when_plain, words
+from colossal_lite.parallel.swap_proof import difference_of_parts, words
 from colossal_lite.parallel.tensor_modes import mode_of
 
 
@@ -146,7 +146,7 @@ def proven(model: nn.Module, roles: Mapping[str, Role], padding: Padding) -> Pad
         batch = words(2, tokens, small.words, ())
         for masks in (False, True)[: 1 + ("attention_mask" in _arguments(model))]:
             trial = replace(padding, masks=masks)
-            if not difference_when_plain(small.model, batch, replace(trial, longest=None).of(batch)):
+            if not difference_of_parts(small.model, batch, [replace(trial, longest=None).of(batch)]):
                 return trial
         return replace(padding, refused=f"padding changes what {type(model).__name__} gives for other tokens")
 

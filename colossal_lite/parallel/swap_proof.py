@@ -178,29 +178,17 @@ def _loss(
         return loss_of(logits, _last(part.labels, logits))[0]
 
 
-def difference_when_plain(model: nn.Module, batch: Batch, other: Batch) -> str:
-    """What of loss and gradients of `model` as it is differs between two batches, in training or evaluation, or "".
-    Raises NotRunError if it does not run on the first."""
-    return difference_of_parts(model, batch, [other])
-
-
 def difference_of_parts(model: nn.Module, batch: Batch, parts: Sequence[Batch]) -> str:
-    """As `difference_when_plain`, where those of `parts` are summed."""
+    """What of loss and gradients of `model` as it is differs between a batch and the sum over `parts`, in training or
+    evaluation, or "". Raises NotRunError if it does not run on them, or draws random numbers."""
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
         try:
-            truth = _plain_run(deep_copy(model).train(), batch)
+            truth, *found = [_plain_run(deep_copy(model).train(), each) for each in (batch, *parts)]
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(f"{type(model).__name__}: {type(error).__name__}: {_line(error)}") from error
         if not math.isfinite(truth.loss) or not torch.equal(torch.get_rng_state(), before):
             raise NotRunError(f"its loss is {truth.loss}, or it draws random numbers")
-        try:
-            found = [_plain_run(deep_copy(model).train(), part) for part in parts]
-        except Exception as error:  # as above
-            told = f"{type(error).__name__}: {_line(error)}"
-            if len(parts) > 1:
-                raise NotRunError(told) from error
-            return told
     for right, got in (
         (truth.loss, sum(run.loss for run in found)),
         (truth.in_evaluation, sum(run.in_evaluation for run in found)),

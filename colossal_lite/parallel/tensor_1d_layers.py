@@ -201,13 +201,11 @@ class TablePart(nn.Module):
         return module
 
     def terms(self, ids: Tensor) -> Tensor:
-        """Rows [..., D] of ids [...]. Raises IndexError on a CPU for ids that the table has not."""
-        if (
-            ids.device.type == "cpu"
-            and ids.numel()
-            and not 0 <= int(ids.min()) <= int(ids.max()) < self.words
-        ):
-            raise IndexError(f"ids from {int(ids.min())} to {int(ids.max())}; legal: 0 to {self.words - 1}")
+        """Rows [..., D] of ids [...]. Raises ValueError on a CPU for ids that the table has not."""
+        if ids.device.type == "cpu" and ids.numel():
+            low, high = (int(end) for end in ids.aminmax())
+            if not 0 <= low <= high < self.words:
+                raise ValueError(f"embedding: ids from {low} to {high}; legal: 0 to {self.words - 1}")
         here = (ids >= self.start) & (ids < self.start + self.rows)
         local = torch.where(here, ids - self.start, 0)
         return self._rows_of(local) * here.unsqueeze(-1)

@@ -43,9 +43,8 @@ class ForwardGates:
         self._names_only = False
         self._place = {chunk.spec.id: place for place, chunk in enumerate(self._chunks)}
         self._deferred: DeferredUpdates | None = None
-        self._read_early: dict[
-            int, int
-        ] = {}  # stage -> the last place of a chunk that is read before its gate
+        self._read_early: dict[int, int] = {}
+        """Stage -> the last place of a chunk that is read before its gate."""
         self._was_seen: set[tuple[int, bool]] = set()  # stages that were watched, with gradients or without
         self._asked: set[int] = set()  # chunks that gates have asked for in this forward
         self.refuses_writes = False

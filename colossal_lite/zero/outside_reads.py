@@ -4,10 +4,9 @@ Note: why to watch.
 A gate stands before the forward of a module, and asks for the weights that this module owns.  Code may read a weight
 without calling its owner, as in `x @ self.codebook.weight.T`.  Where weights are hidden until a gate asks, such code
 would read NaN.  Autograd's saved tensors show some of these reads, but none under `no_grad` and none of a sum.  So the
-first forward in each mode (with gradients, and without) is seen operation by operation.  It shows the
-weights that were read before their gates, and the tensors that were changed.  A view reads nothing.
-Cost: the CPU time of two forwards, some microseconds for each of their operations.  Code that first runs in a later
-forward is not seen.
+first forward in each mode (with gradients, and without) is seen operation by operation.  It shows the weights that were
+read before their gates, and the tensors that were changed.  A view reads nothing.  Cost: the CPU time of two forwards,
+some microseconds for each of their operations.  Code that first runs in a later forward is not seen.
 """
 
 from __future__ import annotations
@@ -63,6 +62,10 @@ class OutsideReads(TorchDispatchMode):
                     if len(chunks) == 1 or chunk.saved(tensor) is not None:
                         self._read(chunk)
         out = func(*args, **(kwargs or {}))
-        if isinstance(func, OpOverload) and func._schema.is_mutable and args and isinstance(args[0], Tensor):
-            self._written(args[0])
+        if isinstance(func, OpOverload) and func._schema.is_mutable:
+            for place, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    given = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
+                    for tensor in tensors_in(given):
+                        self._written(tensor)
         return out

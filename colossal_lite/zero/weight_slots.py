@@ -125,9 +125,8 @@ class ShardedWeights(ForwardGates):
 
     def _note_write(self, changed: Tensor) -> None:
         for index in self._resident:
-            chunk = self._all[
-                index
-            ]  # one that is being gathered changes by any collective, which moves all on
+            chunk = self._all[index]
+            # One that is being gathered changes in any collective, which moves all of them on.
             if chunk.weights is WeightState.WHOLE and chunk.saved(changed) is not None:
                 names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
                 raise ValueError(

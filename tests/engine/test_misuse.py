@@ -491,7 +491,7 @@ def unknown_ids(env: RankEnv, parallel: dict[str, Any], word: int) -> str:
 def test_ids_that_a_table_has_not_are_refused_as_by_one_rank(word: int) -> None:
     assert "out of range" in run_world(unknown_ids, 1, {}, word)[0]
     for told in run_world(unknown_ids, 2, dict(tensor=dict(size=2)), word):
-        assert told == f"IndexError: ids from 1 to {word}; legal: 0 to 7"
+        assert told == f"ValueError: embedding: ids from 1 to {word}; legal: 0 to 7"
 
 
 def told_calls(env: RankEnv, stage: int) -> list[str]:
@@ -552,10 +552,13 @@ def penalized(env: RankEnv, parallel: dict[str, Any], of: str) -> tuple[str, flo
 
 
 @pytest.mark.parametrize("of", ["logits", "block", "head"])
-def test_a_penalty_on_weights_is_refused_where_a_rank_has_a_part_of_them(of: str) -> None:
+@pytest.mark.parametrize("parallel", [dict(tensor=dict(size=2)), dict(sequence=dict(size=2))], ids=str)
+def test_a_penalty_on_weights_is_refused_where_a_rank_has_a_part_of_them(
+    parallel: dict[str, Any], of: str
+) -> None:
     ((nothing, truth),) = run_world(penalized, 1, {}, of)
     assert nothing == ""
-    for told, loss in run_world(penalized, 2, dict(tensor=dict(size=2)), of):
+    for told, loss in run_world(penalized, 2, parallel, of):
         if of == "logits":
             assert told == "" and loss == pytest.approx(truth, rel=1e-12)
         else:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.pipeline.traced_sections import traced
 from colossal_lite.pipeline.unit_trace import UnitsError
+from tests.shared.plain_loop import batches, plain_run
 from tests.shared.pool import RankEnv, run_world
 
 V, D, STEPS = 16, 8, 3
@@ -64,38 +64,19 @@ def model(what: str) -> Modal:
     return Modal(what).double()
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    ids = torch.randint(V, (STEPS, 4, 7), generator=torch.Generator().manual_seed(1))
-    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in ids]
-
-
-def serial(what: str) -> list[float]:
-    """The losses of some steps and of an evaluation."""
-    plain, losses = model(what), []
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    for inputs, labels in batches():
-        loss = F.cross_entropy(plain(inputs).flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    inputs, labels = batches()[0]
-    with torch.no_grad():
-        return [*losses, float(F.cross_entropy(plain.eval()(inputs).flatten(0, 1), labels.flatten()))]
-
-
 def staged(what: str) -> list[float]:
     with cl.launch(SGD | dict(parallel=STAGES), rank=0, world_size=1) as context:
         engine = cl.initialize(model(what), context=context)
-        losses = [float(engine.train_step(batch).loss) for batch in batches()]
-        return [*losses, float(engine.eval_step(batches()[0]))]
+        losses = [float(engine.train_step(batch).loss) for batch in batches(V, STEPS)]
+        return [*losses, float(engine.eval_step(batches(V, STEPS)[0]))]
 
 
 @pytest.mark.parametrize("what", ["", "extra", "eval extra", "table", "eval table"])
 def test_what_a_mode_adds_to_a_unit_is_exact_on_stages(what: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of parameters that no step trains
-        assert staged(what) == pytest.approx(serial(what), rel=1e-12)
+        truth = plain_run(model(what), batches(V, STEPS), 0.5)
+        assert staged(what) == pytest.approx([*truth.losses, truth.evaluated], rel=1e-12)
 
 
 @pytest.mark.parametrize("what", ["skip", "eval skip", "twice", "eval twice"])
@@ -130,7 +111,7 @@ def beside(env: RankEnv, where: str, parallel: dict[str, Any]) -> tuple[list[flo
     torch.manual_seed(0)
     with env.launch(SGD | dict(parallel=parallel)) as context:
         engine = cl.initialize(Beside(where).double(), context=context)
-        losses = [float(engine.train_step(batch).loss) for batch in batches()]
+        losses = [float(engine.train_step(batch).loss) for batch in batches(V, STEPS)]
         return losses, engine.full_state_dict()
 
 

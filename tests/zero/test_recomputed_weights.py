@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import colossal_lite as cl
+from tests.shared.plain_loop import batches, plain_run
 from tests.shared.pool import RankEnv, run_world
 
 V, D, STEPS = 13, 8, 4
@@ -59,23 +59,6 @@ def model(way: str) -> nn.Module:
     return Model(way).double()
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    ids = torch.randint(V, (STEPS, 4, 6), generator=torch.Generator().manual_seed(1))
-    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in ids]
-
-
-def serial(way: str) -> list[float]:
-    plain, losses = model(way), []
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
-    for inputs, labels in batches():
-        loss = F.cross_entropy(plain(inputs).flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def recomputed(env: RankEnv, way: str, more: dict[str, Any]) -> list[float]:
     config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.3), timeout_s=60, zero=dict(stage=3))
     with env.launch(config | more) as context:
@@ -83,7 +66,7 @@ def recomputed(env: RankEnv, way: str, more: dict[str, Any]) -> list[float]:
         own = slice(env.rank, None, env.world_size)
         return [
             float(engine.train_step((inputs[own].contiguous(), labels[own].contiguous())).loss)
-            for inputs, labels in batches()
+            for inputs, labels in batches(V, STEPS)
         ]
 
 
@@ -91,7 +74,7 @@ def recomputed(env: RankEnv, way: str, more: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_at_stage_3_a_recomputed_block_has_its_own_weights(mode: str, way: str) -> None:
     for losses in run_world(recomputed, 2, way, dict(activation_checkpoint=mode)):
-        assert losses == pytest.approx(serial(way), rel=1e-12)
+        assert losses == pytest.approx(plain_run(model(way), batches(V, STEPS), 0.3).losses, rel=1e-12)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -102,4 +85,4 @@ def test_weights_on_the_host_come_for_a_recomputed_block(way: str) -> None:
         memory=dict(placement="static", host_fraction=shares, chunk_bytes=512),
     )
     (losses,) = run_world(recomputed, 1, way, more)
-    assert losses == pytest.approx(serial(way), rel=1e-12)
+    assert losses == pytest.approx(plain_run(model(way), batches(V, STEPS), 0.3).losses, rel=1e-12)
