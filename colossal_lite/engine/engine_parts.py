@@ -31,6 +31,7 @@ from colossal_lite.parallel.fused_head import free_head
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.pipeline.step_plan import splits_backward
+from colossal_lite.pipeline.traced_sections import TracedSections
 from colossal_lite.transforms.activation_checkpoint import (
     remove_activation_checkpoint,
     surround_recomputation,
@@ -152,7 +153,7 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
     hooks = StageHooks(chunks, parameters)
     weights = weights_of(
         model, parameters, chunks, hooks, mesh.world, config.zero, built.frozen,
-        is_staged=config.parallel.pipeline.is_staged,
+        is_staged=config.parallel.pipeline.is_staged, is_traced=isinstance(built.stages.sections, TracedSections),
     )  # fmt: skip
     surround_recomputation(model, weights.again)
     weights.refuses_writes = mesh.world_size > 1 or bool(repeats(config))

@@ -37,10 +37,13 @@ class StageGather(ShardedWeights):
 
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk],
-        frozen: Sequence[WeightChunk] = (),
+        frozen: Sequence[WeightChunk] = (), *, is_traced: bool = False,
     ) -> None:  # fmt: skip
+        """`is_traced`: a stage also runs the model's code before it, on zeros (pipeline/traced_sections.py)."""
         super().__init__(module, parameters, chunks, frozen)
+        self._is_traced = is_traced
         self._actions: Sequence[Action] = ()
+        self._stage = 0  # whose forward runs
         self.slots = GatherSlots()
         """Slots of the list that was followed last."""
         self._most_planned_numel = self._shared_numel = 0
@@ -114,9 +117,15 @@ class StageGather(ShardedWeights):
 
     @contextmanager
     def forward(self, stage: int = 0) -> Iterator[None]:
+        self._stage = stage
         hooks = saved_tensors_hooks(self._pack, self._unpack) if torch.is_grad_enabled() else nullcontext()
         with hooks, super().forward(stage):
             yield
+
+    def _refuse_read(self, chunk: WeightChunk) -> None:
+        stages = stages_of(chunk.spec)
+        if not self._is_traced or self._stage in stages or self._stage < min(stages):
+            super()._refuse_read(chunk)
 
     @property
     def _planned_numel(self) -> int:
@@ -136,15 +145,15 @@ def _shares(chunk: WeightChunk) -> bool:
 
 def weights_of(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk], hooks: StageHooks,
-    world: Communicator, zero: ZeroConfig, frozen: Sequence[WeightChunk] = (), *, is_staged: bool,
+    world: Communicator, zero: ZeroConfig, frozen: Sequence[WeightChunk] = (), *, is_staged: bool, is_traced: bool,
 ) -> ForwardGates:  # fmt: skip
     """The gates for these chunks: none sharded, of pipeline stages (`is_staged`), or of a whole model.
 
-    `parameters`: by the names that the chunks have for them."""
+    `is_traced`: the stages are those of a traced model. `parameters`: by the names that the chunks have for them."""
     if not any(chunk.is_sharded for chunk in (*chunks, *frozen)):
         return ForwardGates(module, parameters, chunks)
     if is_staged:
-        return StageGather(module, parameters, chunks, frozen)
+        return StageGather(module, parameters, chunks, frozen, is_traced=is_traced)
     return ParameterGather(
         module, parameters, chunks, hooks.only, world, frozen=frozen,
         prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward,

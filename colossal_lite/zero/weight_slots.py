@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -135,8 +135,8 @@ class ShardedWeights(ForwardGates):
                 )
         super()._note_write(changed)
 
-    @staticmethod
-    def _refuse_read(chunk: WeightChunk) -> NoReturn:
+    def _refuse_read(self, chunk: WeightChunk) -> None:
+        """An operation reads weights of a chunk that is not gathered. Raises ValueError."""
         names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
         raise ValueError(
             f"model: one of {names}, ... is read while it is not gathered; at zero.stage=3 a weight is read by "

@@ -35,6 +35,8 @@ class Reads(nn.Module):
         self.way = way
         self.words = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
+        if way == "before the blocks":
+            self.scale = nn.Parameter(torch.rand(WIDTH))
         if way.startswith("written"):
             self.count = nn.Parameter(torch.zeros(()), requires_grad=False)
         self.codes = nn.Embedding(CODES, WIDTH)
@@ -48,6 +50,8 @@ class Reads(nn.Module):
             x = x + self.codes(nearest)
         elif self.way == "norm":
             x = x / (1 + self.head.weight.detach().norm())
+        elif self.way == "before the blocks":  # what later stages run on zeros
+            x = (x * self.scale + self.scale.detach().norm()).square() * self.scale
         elif self.way == "sum":  # autograd saves no term of a sum
             x = x + self.blocks[3].inner.bias
         elif self.way == "shape":  # reads no value
@@ -69,7 +73,8 @@ class Reads(nn.Module):
 
 
 class Staged(Reads):
-    """Says its units itself. The first one reads its own table and the last one its head, before they call these."""
+    """Says its units itself. The first one reads its own table and the last one its head, before they call these.
+    `way` "foreign": the first one reads a table of the last."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.begin(ids)
@@ -78,7 +83,8 @@ class Staged(Reads):
         return self.end(x)
 
     def begin(self, ids: Tensor) -> Tensor:
-        x: Tensor = self.words(ids) / (1 + self.words.weight.detach().norm())
+        table = self.codes if self.way == "foreign" else self.words
+        x: Tensor = self.words(ids) / (1 + table.weight.detach().norm())
         return x
 
     def end(self, x: Tensor) -> Tensor:
@@ -105,7 +111,7 @@ class Sections:
 
 def model(way: str) -> Reads:
     torch.manual_seed(0)
-    return (Staged if way == "staged" else Reads)(way).double()
+    return (Staged if way in ("staged", "foreign") else Reads)(way).double()
 
 
 def parallel(env: RankEnv, way: str, more: dict[str, Any]) -> tuple[list[float], float, dict[str, Tensor]]:
@@ -162,6 +168,43 @@ def test_in_a_pipeline_at_stage_3_the_weights_of_a_stage_are_there() -> None:
     stages = dict(pipeline=dict(size=1, stages_per_rank=2, schedule="bfs"))
     for got in run_world(parallel, 2, "staged", dict(zero=dict(stage=3), parallel=stages)):
         assert_serial(got, "staged")
+
+
+def test_in_a_pipeline_at_stage_3_a_read_of_another_stage_s_weight_is_refused_by_name() -> None:
+    stages = dict(pipeline=dict(size=1, stages_per_rank=2, schedule="bfs"))
+    for told in run_world(told_of_parallel, 2, "foreign", dict(zero=dict(stage=3), parallel=stages)):
+        assert "codes.weight" in told and "is read while it is not gathered" in told
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(parallel=dict(pipeline=dict(size=1, stages_per_rank=2, schedule="bfs"))),
+        dict(
+            parallel=dict(pipeline=dict(size=2, stages_per_rank=2, schedule="zb-v", micro_batches=2)),
+            memory=dict(placement="static", host_fraction=dict(weights=1.0, gradients=0.5, optimizer=0.5)),
+        ),
+    ],
+    ids=["shards", "on the host"],
+)
+def test_in_a_pipeline_at_stage_3_later_stages_may_run_what_reads_weights_of_the_first(
+    more: dict[str, Any],
+) -> None:
+    for got in run_world(parallel_halves, 2, dict(zero=dict(stage=3)) | more):
+        assert_serial(got, "before the blocks")
+
+
+def parallel_halves(env: RankEnv, more: dict[str, Any]) -> tuple[list[float], float, dict[str, Tensor]]:
+    """As `parallel` of what is read before the blocks, for any mesh; the first evaluation comes before a step."""
+    with env.launch(SGD | dict(memory=dict(chunk_bytes=256)) | more) as context:
+        engine = cl.initialize(model("before the blocks"), context=context)
+        given = [
+            tuple(part[context.local_batch(4)].contiguous() for part in batch)
+            for batch in batches(WORDS, STEPS)
+        ]
+        engine.eval_step(given[0])
+        losses = [float(engine.train_step(batch).loss) for batch in given]
+        return losses, float(engine.eval_step(given[0])), engine.full_state_dict()
 
 
 class Late(nn.Module):
