@@ -279,6 +279,9 @@ def check_rows(
 def check_range(op: str, labels: Tensor, vocabulary: int, ignore_index: int) -> None:
     if labels.device.type != "cpu" or labels.numel() == 0:
         return
+    low, high = labels.aminmax()
+    if 0 <= low and high < vocabulary:
+        return
     bad = labels[((labels < 0) | (labels >= vocabulary)) & (labels != ignore_index)]
     if bad.numel():
         raise ValueError(

@@ -170,6 +170,7 @@ class Chunk(LocalShard, WeightChunk):
         self.state = GradientState.EMPTY
         self.used = [False] * len(self.spec.entries)  # entries with a gradient in this step
         self._filled = [False] * len(self.spec.entries)  # entries with a gradient in `accumulating`
+        self._targets: dict[int, Tensor] = {}  # entry -> its part of `accumulating`, for as long as that has memory
         self._vectors = VectorGradients()
         self._sums = 0  # micro-batches that `gradient` holds
         self._in_flight: PendingCollective | None = None
@@ -363,7 +364,10 @@ class Chunk(LocalShard, WeightChunk):
         if self.state is not GradientState.ACCUMULATING:
             self.move(GradientState.ACCUMULATING)
         adds = self._filled[index]
-        target = self.of(self._to_accumulate(), self.spec.entries[index], gradient.shape)
+        target = self._targets.get(index)
+        if target is None:
+            target = self.of(self._to_accumulate(), self.spec.entries[index], gradient.shape)
+            self._targets[index] = target
         if gradient.dim() == 1 and self._vectors.most > 1:
             self._vectors.add(index, target, gradient, 1.0 / seed, adds=adds)
         else:
@@ -423,9 +427,11 @@ class Chunk(LocalShard, WeightChunk):
                 self.gradient = self._gradient_turns.take_now(self._slot)
             sums, summed = self._sharded_sums(), self.accumulating[slice(*self._scattered)]
             self.have_sums()
+            self._squares = ()  # those of the first sum alone are no longer right
             if self.offload_buffer is not None and self.gradient is self.gradient_at_rest:
                 first = self.offload_buffer.on_stream and self._sums == 0 and not self._sums_copies
-                self._squares = tuple(self._squares_of(summed)) if first else ()
+                if first:
+                    self._squares = tuple(self._squares_of(summed))
                 self._sent = (self.offload_buffer.send(self._slot, sums, summed, add=self._sums > 0),)
             elif self._sums:
                 sums.add_(summed)
@@ -552,6 +558,7 @@ class Chunk(LocalShard, WeightChunk):
         if self.staging is not None and self.accumulating is not None:
             self.staging.give(self._slot, *last)
             self.accumulating = None
+            self._targets.clear()
 
     def _gaps(self) -> Iterator[tuple[int, int]]:
         end = 0

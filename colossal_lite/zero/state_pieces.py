@@ -116,7 +116,7 @@ def pieces_of(
             shared = SharedInterval.WEIGHTS if index in time_shared else None
             out.append(StatePiece(Name(index, StateKind.WEIGHTS), chunk.resting_bytes, ups, 1, shared=shared))
         if chunk.gradient_at_rest is not None:
-            for piece in gradients_of(index, chunk.gradient.nbytes, sums, time_shared=bool(time_shared)):
+            for piece in gradients_of(index, chunk.gradient.nbytes, sums, time_shared=uses.shares_time):
                 out.append(replace(piece, in_flight=in_flight))
         record_bytes = optimizer.record_bytes(index)
         if record_bytes:

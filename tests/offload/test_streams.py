@@ -55,6 +55,10 @@ PLACES: dict[str, dict[str, Any]] = {
         memory=dict(placement="auto", device_budget=470_000), zero=dict(stage=3, sum_order="ordered"),
         gradient_accumulation=2, precision="fp32",
     ),
+    "a budget of two sums": dict(
+        memory=dict(placement="auto", device_budget=330_000), zero=dict(stage=3, sum_order="ordered"),
+        gradient_accumulation=2,
+    ),
     "all of each, narrow gradients": dict(
         memory=dict(placement="static", host_fraction=ALL_ON_HOST), zero=dict(stage=3),
         precision=dict(dtype="bf16", gradient="bf16"),
