@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -143,14 +143,38 @@ class ArenaPlan:
 
 
 def pack_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_ALIGN_BYTES) -> ArenaPlan:
-    """Pack all live ranges into one arena, each on a multiple of `align_bytes`. Kinds lie one behind the other where
-    that takes less than packing them together. Live ranges of no bytes are left out."""
+    """Pack all live ranges into one arena, each on a multiple of `align_bytes`. Those that no others overlap in time
+    are packed by themselves. Kinds lie one behind the other where that takes less than packing them together. Live
+    ranges of no bytes are left out."""
     some = tuple(live_range for live_range in live_ranges if live_range.bytes)
     sized = [live_range.sized(align_bytes) for live_range in some]
+    offsets, total = [0] * len(some), 0
+    for mine in _at_other_times(some):
+        found, length = _pack_together([some[i] for i in mine], [sized[i] for i in mine])
+        total = max(total, length)
+        for i, offset in zip(mine, found, strict=True):
+            offsets[i] = offset
+    return ArenaPlan(some, tuple(offsets), total, most_held(sized), align_bytes)
+
+
+def _at_other_times(live_ranges: Sequence[LiveRange]) -> Iterator[list[int]]:
+    """The places of live ranges that are linked by overlaps in time."""
+    together, stop = list[int](), 0
+    for i in sorted(range(len(live_ranges)), key=lambda i: live_ranges[i].start):
+        if together and live_ranges[i].start > stop:
+            yield sorted(together)
+            together = []
+        stop = max(stop, live_ranges[i].stop) if together else live_ranges[i].stop
+        together.append(i)
+    if together:
+        yield sorted(together)
+
+
+def _pack_together(some: Sequence[LiveRange], sized: Sequence[LiveInterval]) -> tuple[Sequence[int], int]:
+    """An offset for each, and the bytes that they take."""
     offsets, total = pack_intervals(sized)
-    held = most_held(sized)
-    if total == held:
-        return ArenaPlan(some, offsets, total, held, align_bytes)
+    if total == most_held(sized):
+        return offsets, total
     apart, end = [0] * len(some), 0
     for what in dict.fromkeys(live_range.what for live_range in some):
         mine = [i for i, live_range in enumerate(some) if live_range.what == what]
@@ -158,9 +182,7 @@ def pack_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_
         for i, offset in zip(mine, found, strict=True):
             apart[i] = end + offset
         end += length
-    if end < total:
-        offsets, total = tuple(apart), end
-    return ArenaPlan(some, offsets, total, held, align_bytes)
+    return (apart, end) if end < total else (offsets, total)
 
 
 def packed_apart(plan: ArenaPlan, longer: Mapping[tuple[str, int], LiveRange]) -> ArenaPlan:
