@@ -219,6 +219,11 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
         context.config.check_model(facts)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("model: no parameter requires a gradient; there is nothing to train")
+    if name := next((n for n, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)), None):
+        raise ValueError(
+            f"model: {name} is a torch.jit module, which takes no hooks; legal: the module before torch.jit.script or "
+            f"trace"
+        )
     check_labels_optional(module)
     check_batchwide(module, _cuts(context, repeats(context.config)))
     check_max_norm(module, _copies(context.config, context))

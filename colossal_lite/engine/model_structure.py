@@ -24,6 +24,9 @@ class ModelStructure:
         self._kept = [[*members.values()] for members in self._places]  # no other object gets their ids
         self._ids = self._found()
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._has_own_train = any(
+            getattr(m.train, "__func__", None) is not nn.Module.train for m in self._modules.values()
+        )
 
     def _found(self) -> list[int]:
         return [id(member) for members in self._places for member in members.values()]
@@ -40,8 +43,8 @@ class ModelStructure:
 
     @property
     def trains(self) -> bool:
-        """Whether all modules are in training mode."""
-        return all(module.training for module in self._modules.values())
+        """Whether all modules are in training mode, and `train()` would do nothing else."""
+        return not self._has_own_train and all(module.training for module in self._modules.values())
 
 
 def check_storages(module: nn.Module) -> None:
@@ -51,7 +54,7 @@ def check_storages(module: nn.Module) -> None:
     seen: set[int] = set()
     for path, owner in module.named_modules():
         own = {k: v for k, v in vars(owner).items() if isinstance(v, Tensor)}
-        for key, tensor in (own | owner._buffers | owner._parameters).items():
+        for key, tensor in (own | dict(owner._buffers) | dict(owner._parameters)).items():
             if (
                 tensor is None
                 or id(tensor) in seen

@@ -170,9 +170,8 @@ class Chunk(LocalShard, WeightChunk):
         self.state = GradientState.EMPTY
         self.used = [False] * len(self.spec.entries)  # entries with a gradient in this step
         self._filled = [False] * len(self.spec.entries)  # entries with a gradient in `accumulating`
-        self._targets: dict[
-            int, Tensor
-        ] = {}  # entry -> its part of `accumulating`, for as long as that has memory
+        self._targets: dict[int, Tensor] = {}
+        """The part of each entry in `accumulating`, while that has memory."""
         self._vectors = VectorGradients()
         self._sums = 0  # micro-batches that `gradient` holds
         self._in_flight: PendingCollective | None = None

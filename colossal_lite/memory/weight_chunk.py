@@ -332,6 +332,11 @@ class WeightChunk:
         self._hide()
         self._value = None
 
+    @property
+    def is_gathering(self) -> bool:
+        """Whether the weights are in flight."""
+        return self._gathering is not None
+
     def finish_gather(self) -> None:
         """Wait for the weights to be WHOLE; return at once if none are in flight."""
         if self._gathering is None:

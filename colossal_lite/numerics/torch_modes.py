@@ -23,9 +23,10 @@ READ_NO_VALUES = frozenset(
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Within, no mode sees an operation. Selective recomputation would take ours for the block's. A memory meter would
-    count state as activations. Functional dropout would look at each of them."""
-    with torch._C.DisableTorchFunction():
+    """Within, no mode and no transform of torch.func sees an operation. Selective recomputation would take ours for the
+    block's. A memory meter would count state as activations. Functional dropout would look at each of them. A transform
+    lets no tensor change that it has not made."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
         if not _len_torch_dispatch_stack():
             yield
             return

@@ -104,7 +104,8 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
         if inside:
             found = _pairs(small.model, inside, parts)
             roles |= _linear_roles(found)
-            roles |= {name: "attention" for name in _attentions(small.model, found)}
+            # A block that is its own attention stays a block: its code sees whole sizes.
+            roles |= {name: "attention" for name in _attentions(small.model, found) if name != block}
             whole |= found.faults
             mixing |= {name: "replicate:whole" for name in _mixing(small.model, inside) if name != block}
     dropped = [b for b in blocks if not any(c.name.startswith(f"{b}.") for c in calls)]

@@ -15,6 +15,7 @@ within the region are terms of a sum over the ranks.  The specs of its parameter
 
 from __future__ import annotations
 
+import copy
 import linecache
 import math
 import sys
@@ -168,8 +169,18 @@ def features_of_part(x: Tensor) -> Tensor:
 
 
 def without_parts(outputs: Any) -> Any:
-    """What a module returns to the code around it."""
-    return tree_map(lambda x: local(x) if isinstance(x, Part) else x, outputs)
+    """What a module returns to the code around it. Of an object, tensors among its attributes."""
+
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, Part):
+            return local(leaf)
+        own = {} if isinstance(leaf, Tensor | nn.Module | type) else getattr(leaf, "__dict__", {})
+        if parts := {name: local(value) for name, value in own.items() if isinstance(value, Part)}:
+            leaf = copy.copy(leaf)
+            vars(leaf).update(parts)
+        return leaf
+
+    return tree_map(plain, outputs)
 
 
 def whole_shape(x: Tensor) -> torch.Size:

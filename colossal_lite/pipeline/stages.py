@@ -81,6 +81,13 @@ class Stages:
                 f"legal: a default for each other argument; with targets=None, criterion='model' gives it the labels"
             )
             raise
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise ValueError(
+                "model: transforms of torch.func save no tensors for zero.stage=3 or a recomputed block; legal: "
+                "zero.stage=2 and activation_checkpoint='none', or torch.autograd.grad(..., create_graph=True)"
+            ) from error
         except IndexError as error:
             if batch.inputs.numel() and not batch.inputs.is_floating_point():
                 low, high = batch.inputs.aminmax()

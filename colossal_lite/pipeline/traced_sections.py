@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointError
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.parallel.loss import logits_of
@@ -140,6 +141,11 @@ def _prove_mode(copy: TracedCopy, alone: TracedSections, ids: Tensor) -> None:
     what = f"parallel.pipeline: {type(proven).__name__}{mode}"
     try:
         found = _gradients(proven, labels, *_chain(alone, batch))
+    except CheckpointError as error:
+        raise UnitsError(
+            f"{what} does not run in parts: it recomputes blocks by torch.utils.checkpoint; legal: "
+            f"activation_checkpoint of the config"
+        ) from error
     except Exception as error:  # of the model's own code, beside stand-ins
         raise UnitsError(
             f"{what} does not run in parts: {type(error).__name__}: {error}. Legal: code around the blocks that "
@@ -196,12 +202,17 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
 
 
 class OtherStageModule(nn.Module):
-    """Stands where a module of another stage was."""
+    """Stands where a module of another stage was. It has the names within that module, for a model's own `train()`."""
 
     def __init__(self, name: str, unit: str, module: nn.Module) -> None:
         super().__init__()
         self.__dict__.update(settings_of(module))
         self._place = name, unit
+        for child, inner in module.named_children():
+            self.add_module(child, OtherStageModule(f"{name}.{child}", unit, inner))
+
+    def __getitem__(self, key: int | str) -> nn.Module | None:
+        return self._modules[key] if isinstance(key, str) else [*self._modules.values()][key]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         name, unit = self._place

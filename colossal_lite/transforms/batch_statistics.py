@@ -24,16 +24,25 @@ def is_over_the_batch(module: nn.Module) -> bool:
     )
 
 
-def check_batchwide(module: nn.Module, cuts: Sequence[str]) -> None:
-    """Raises ValueError for a module over the batch if settings `cuts` (as a user writes them) split the batch."""
-    found = [(name, each) for name, each in module.named_modules() if is_over_the_batch(each)]
-    if found and cuts:
+def check_batchwide(model: nn.Module, cuts: Sequence[str]) -> None:
+    """Raises ValueError for a module over the batch if settings `cuts` (as a user writes them) split the batch.
+
+    One with running statistics that `model.train()` leaves in evaluation reads no batch."""
+    over = {name: each for name, each in model.named_modules() if cuts and is_over_the_batch(each)}
+    if over:
+        modes = {each: each.training for each in model.modules()}
+        model.train()
+        found = [(n, e) for n, e in over.items() if e.training or getattr(e, "running_mean", None) is None]
+        for each, mode in modes.items():
+            each.training = mode
+        if not found:
+            return
         name, each = found[0]
         raise ValueError(
             f"model: {name} is a {type(each).__name__}, which reads the whole batch, and {' and '.join(cuts)} would "
-            f"run it on parts of one, or twice. Legal: a norm of each sample (LayerNorm, GroupNorm, RMSNorm), or the "
-            f"whole batch at once (data=1, gradient_accumulation=1, a pipeline with micro_batches=1, "
-            f"activation_checkpoint='none')"
+            f"run it on parts of one, or twice. Legal: a norm of each sample (LayerNorm, GroupNorm, RMSNorm), one that "
+            f"the model's own train() leaves in eval(), or the whole batch at once (data=1, gradient_accumulation=1, a "
+            f"pipeline with micro_batches=1, activation_checkpoint='none')"
         )
 
 

@@ -238,4 +238,6 @@ class ForwardGates:
             self._run_deferred_until(max(self._place[chunk.spec.id] for chunk in needed) + is_gathered)
         for chunk in needed:
             self._asked.add(chunk.spec.id)
-            chunk.finish_gather()
+            if chunk.is_gathering:
+                with without_modes():
+                    chunk.finish_gather()

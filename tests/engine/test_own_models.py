@@ -1,0 +1,266 @@
+"""Models with code that our own do not have are exact in every mode that takes them, or are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import colossal_lite as cl
+from tests.shared.plain_loop import batches, plain_run
+from tests.shared.pool import RankEnv, run_world
+
+V, D, STEPS, TOKENS = 16, 8, 3, 6
+SGD = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), timeout_s=60)
+
+
+class Attending(nn.Module):
+    """A block that is its own attention. `way`: what its output goes through."""
+
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.way, self.num_heads = way, 2
+        self.norm, self.qkv, self.out = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        if way == "orthogonal":
+            nn.utils.parametrizations.orthogonal(self.out, orthogonal_map="householder")
+        if way == "gate":  # that prunes what is below a threshold
+            self.gate = nn.Parameter(torch.full((D,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        y = self.out(F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2))
+        if self.way == "gate":
+            y = y * self.gate * (self.gate > 1)
+        x = x + y
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Attentive(nn.Module):
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.words = nn.Embedding(V, D)
+        self.blocks = nn.ModuleList(Attending(way) for _ in range(2))
+        self.head = nn.Linear(D, V)
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclass
+class Outputs:
+    logits: Tensor
+
+
+class AnObject(Attentive):
+    """Gives an object that torch's trees do not know."""
+
+    def forward(self, ids: Tensor) -> Any:
+        return Outputs(super().forward(ids))
+
+
+class Tanh(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = nn.Linear(D, D), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.tanh(self.inner(x)))
+
+
+class FrozenDropout(nn.Module):
+    """Its own `train()` leaves modules within the blocks in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(V, D), nn.Linear(D, V)
+        self.blocks = nn.ModuleList(nn.Sequential(Tanh(), Tanh()) for _ in range(2))
+
+    def train(self, mode: bool = True) -> FrozenDropout:
+        super().train(mode)
+        for block in self.blocks:
+            block[0].drop.eval()  # type: ignore[index]
+            for inner in block:  # type: ignore[attr-defined]
+                inner.drop.eval()
+        return self
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class FrozenStatistics(nn.Module):
+    """Its own `train()` leaves a norm over the batch in evaluation, or not."""
+
+    def __init__(self, stays: bool = True) -> None:
+        super().__init__()
+        self.stays = stays
+        self.words, self.norm, self.head = nn.Embedding(V, D), nn.BatchNorm1d(D), nn.Linear(D, V)
+        self.norm.running_mean.normal_(generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr]
+
+    def train(self, mode: bool = True) -> FrozenStatistics:
+        super().train(mode)
+        if self.stays:
+            self.norm.eval()
+        return self
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.words(ids).transpose(1, 2)).transpose(1, 2))
+        return logits
+
+
+class Force(nn.Module):
+    """Takes a step against the gradient of an energy, by transforms of torch.func or by autograd."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.words, self.head = nn.Embedding(V, D), nn.Linear(D, V)
+        self.energy = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        if self.how == "func":
+            force = torch.func.vmap(torch.func.grad(lambda z: self.energy(z).squeeze(-1)))(x.flatten(0, 1))
+        else:
+            at = x.flatten(0, 1)
+            at = at if at.requires_grad else at.requires_grad_()
+            with torch.enable_grad():
+                (force,) = torch.autograd.grad(self.energy(at).sum(), at, create_graph=True)
+        logits: Tensor = self.head(x - force.view_as(x))
+        return logits
+
+
+class Recomputing(nn.Module):
+    """Recomputes its blocks by torch's own function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(V, D), nn.Linear(D, V)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "": Attentive,
+    "orthogonal": lambda: Attentive("orthogonal"),
+    "gate": lambda: Attentive("gate"),
+    "object": AnObject,
+    "frozen dropout": FrozenDropout,
+    "frozen statistics": FrozenStatistics,
+    "moving statistics": lambda: FrozenStatistics(stays=False),
+    "func": lambda: Force("func"),
+    "autograd": lambda: Force("autograd"),
+    "scripted": lambda: nn.Sequential(nn.Embedding(V, D), torch.jit.script(nn.Linear(D, V))),
+    "recomputing": Recomputing,
+}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+class Plain(nn.Module):
+    """Gives the logits alone."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.inner(ids)
+        return found.logits if isinstance(found, Outputs) else found
+
+
+def trained(env: RankEnv, name: str, more: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    with env.launch(SGD | more) as context:
+        engine = cl.initialize(made(name), context=context)
+        given = [
+            tuple(part[context.local_batch(4)].contiguous() for part in batch)
+            for batch in batches(V, STEPS, TOKENS)
+        ]
+        losses = [float(engine.train_step(batch).loss) for batch in given]
+        return [*losses, float(engine.eval_step(given[0]))], engine.full_state_dict()
+
+
+def told(env: RankEnv, name: str, more: dict[str, Any]) -> str:
+    try:
+        trained(env, name, more)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+CUT = dict(tensor=dict(size=2))
+WHOLE = dict(tensor=dict(size=2, sequence_parallel=False))
+STAGES = dict(pipeline=dict(size=2, micro_batches=2))
+
+
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        # In random copies these close the way that attention takes, so a proof would see nothing of it.
+        ("orthogonal", dict(parallel=CUT)),
+        ("gate", dict(parallel=CUT)),
+        ("", dict(parallel=CUT)),
+        ("", dict(parallel=WHOLE)),
+        ("object", dict(parallel=dict(sequence=2))),
+        ("object", dict(parallel=CUT)),
+        ("object", dict(parallel=STAGES)),
+        ("frozen dropout", dict(parallel=STAGES)),
+        ("frozen dropout", dict(zero=dict(stage=3))),
+        ("frozen statistics", dict(zero=dict(stage=2))),
+        ("frozen statistics", dict(gradient_accumulation=2)),
+        ("func", dict(zero=dict(stage=1), memory=dict(chunk_bytes=256))),
+        ("func", dict(zero=dict(stage=2), memory=dict(chunk_bytes=256))),
+        ("func", dict(memory=dict(chunk_bytes=256, placement="host"))),
+        ("autograd", dict(zero=dict(stage=3), memory=dict(chunk_bytes=256))),
+    ],
+    ids=str,
+)
+def test_a_model_with_code_of_its_own_is_that_of_one_process(name: str, more: dict[str, Any]) -> None:
+    inner = made(name)
+    truth = plain_run(Plain(inner).train(), batches(V, STEPS, TOKENS), 0.5)
+    for losses, weights in run_world(trained, 2, name, more):
+        assert losses == pytest.approx([*truth.losses, truth.evaluated], rel=1e-11)
+        for key, right in truth.weights.items():
+            torch.testing.assert_close(weights[key.removeprefix("inner.")], right, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name, more, says",
+    [
+        ("moving statistics", {}, ("norm is a BatchNorm1d", "own train() leaves in eval()")),
+        ("scripted", {}, ("1 is a torch.jit module", "the module before torch.jit.script")),
+        ("func", dict(zero=dict(stage=3)), ("torch.func", "zero.stage=2", "torch.autograd.grad")),
+        ("recomputing", dict(parallel=STAGES), ("does not run in parts", "activation_checkpoint")),
+    ],
+    ids=str,
+)
+def test_what_a_mode_cannot_run_is_refused_by_name(
+    name: str, more: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    for text in run_world(told, 2, name, more):
+        assert all(word in text for word in says), text
