@@ -29,6 +29,7 @@ from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel.dropout_rows import unbind_dropout
 from colossal_lite.parallel.fused_head import free_head
 from colossal_lite.parallel.parallelize import Parallelized
+from colossal_lite.parallel.plan_proof import FirstBatch
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.pipeline.step_plan import splits_backward
 from colossal_lite.pipeline.traced_sections import TracedSections
@@ -72,6 +73,8 @@ class Built:
     """Names of the blocks of the whole pipeline."""
     outlives: bool
     """Whether another engine may resume from the records."""
+    first_batch: FirstBatch | None
+    """What looks at the first batch; None: the model was proven without."""
 
     @property
     def packed(self) -> tuple[ChunkSpec, ...]:

@@ -134,6 +134,7 @@ def _initialize(
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
     facts = _check_model(module, context)
+    first_batch = check_samples_apart(module, _cuts(context, splits(config)))
     if isinstance(criterion, str) and criterion != "model":
         raise ValueError(f"criterion={criterion!r}; legal: a callable, 'model' or None")
     loss = _own_loss(module, context) if isinstance(criterion, str) else criterion
@@ -150,9 +151,7 @@ def _initialize(
         if config.parallel.tensor.sequence_parallel == "auto" or parallelized.form.whole_sizes:
             forecast_batch = None  # by a proof, which `plan` does not make
     _check_optimizer(optimizer, module, parallelized.specs, context)
-    data = context.mesh.size("data")
-    refuse(device_problems(config.memory, config.zero, data, context.device.type))
-    refuse(room_problems(config.memory.device_budget, context.device))
+    _check_device(context)
     names = GlobalNames.of(module, parallelized.specs)
     micro_batch = _first_micro_batch(example, facts, context)
     measure = _seconds_of_before(directory, context) or _measure(
@@ -181,12 +180,19 @@ def _initialize(
     buffers_to_device(module, context.device)
     built = Built(
         module, names, stages, parallelized, streams, all_packed, chunks, frozen, trainable, records, blocks,
-        outlives=outlives,
+        outlives=outlives, first_batch=first_batch,
     )  # fmt: skip
     engine = Engine(built, context, loss, optimizer, forecast_batch)
     context.models.add(module)
     engine.on_step(partial(_tell_of_end, context), reads_weights=False)
     return engine
+
+
+def _check_device(context: Context) -> None:
+    """Raises ConfigError for memory settings that this device cannot have."""
+    config, data = context.config, context.mesh.size("data")
+    refuse(device_problems(config.memory, config.zero, data, context.device.type))
+    refuse(room_problems(config.memory.device_budget, context.device))
 
 
 def _check_stage_by_stage(
@@ -234,7 +240,6 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
             f"torch.view_as_complex of it in forward"
         )
     check_storages(module)
-    check_samples_apart(module, _cuts(context, splits(context.config)))
     if context.config.parallel.pipeline.is_staged:
         check_hooks(module)
     return facts

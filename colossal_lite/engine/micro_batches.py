@@ -21,15 +21,18 @@ from colossal_lite.engine.context import Context
 from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.memory.transfers import host_copy
 from colossal_lite.parallel.parallelize import Parallelized
+from colossal_lite.parallel.plan_proof import FirstBatch
 
 
 class MicroBatches:
     """Checks batches and cuts them into micro-batches."""
 
     def __init__(
-        self, context: Context, parallelized: Parallelized, stated: StatedSizes, comparison: RankComparison
-    ) -> None:
+        self, context: Context, parallelized: Parallelized, stated: StatedSizes, comparison: RankComparison,
+        first_batch: FirstBatch | None,
+    ) -> None:  # fmt: skip
         """Batches must fit the sizes that the model has `stated`, and are added to `comparison`."""
+        self._first_batch = first_batch
         self._comparison = comparison
         self._mesh, self._device, self._config = context.mesh, context.device, context.config
         self._parallelized, self._stated = parallelized, stated
@@ -42,6 +45,7 @@ class MicroBatches:
         labels = seen["labels"] if isinstance(seen, Mapping) else seen[1]
         sizes = self.sizes(labels)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
+        self.look(whole.args, whole.kwargs)
         self._comparison.add_batch({name: host_copy(x) for name, x in whole.tensors.items()})
         pipeline, accumulation_steps = self._config.parallel.pipeline, self._config.gradient_accumulation
         count_of = pipeline.parts_of if torch.is_grad_enabled() else pipeline.fewer_of
@@ -54,6 +58,14 @@ class MicroBatches:
                 if part.size:
                     self._parallelized.local_part(part)
         return parts
+
+    def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look at the arguments of a forward, if they are the first of several samples. Raises ValueError for a model
+        whose samples see each other."""
+        samples = len(args[0] if args else kwargs["input_ids"])
+        if self._first_batch is not None and torch.is_grad_enabled() and samples > 1:
+            self._first_batch.check(args, kwargs, samples)
+            self._first_batch = None
 
     def sizes(self, labels: Tensor) -> list[int]:
         """The number of samples of each data rank, from its `labels`; collective. Of this rank alone if no part needs

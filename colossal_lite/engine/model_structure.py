@@ -7,6 +7,8 @@ hundred.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -53,7 +55,7 @@ def check_storages(module: nn.Module) -> None:
     extents: dict[int, list[tuple[int, int, str, bool]]] = {}
     seen: set[int] = set()
     for path, owner in module.named_modules():
-        own = {k: v for k, v in vars(owner).items() if isinstance(v, Tensor)}
+        own: dict[str, Any] = {k: v for k, v in vars(owner).items() if isinstance(v, Tensor)}
         for key, tensor in (own | dict(owner._buffers) | dict(owner._parameters)).items():
             if (
                 tensor is None

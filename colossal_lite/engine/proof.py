@@ -36,6 +36,7 @@ from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss, model_loss
 from colossal_lite.parallel.parallelize import FACT_NAMES, facts_of, parallelize
 from colossal_lite.parallel.small_copy import Wide
+from colossal_lite.parallel.whole_sizes import local
 
 TOLERANCE = 1e-9
 """Relative, of float64; for a gradient also a millionth of all gradients."""
@@ -197,7 +198,7 @@ def prove_on_rank(context: Context, build: Build, case: ProofCase) -> Proof:
             found.loss(step, alone.losses[-1], theirs)
             found.gradients(step, alone.gradients, gradients)
             losses.append(theirs)
-            if found.faults:
+            if any(context.mesh.world.gather_json(bool(found.faults))):
                 break
         trained = {name: p.detach() for name, p in serial.named_parameters()}
         found.weights(case.steps - 1, trained, engine.full_state_dict())
@@ -309,7 +310,7 @@ def _watched(model: nn.Module, see: Callable[[str, Tensor], None]) -> Iterator[N
     def hook(name: str, module: nn.Module, args: Any, out: Any) -> None:
         first = logits_of(out) if isinstance(out, tuple) and out else getattr(out, "logits", out)
         if isinstance(first, Tensor) and first.is_floating_point() and first.dim() > 1:
-            see(name, first.detach())
+            see(name, local(first.detach()))
 
     handles = [m.register_forward_hook(partial(hook, name)) for name, m in model.named_modules()]
     try:
@@ -382,6 +383,9 @@ def _row_error(part: _Part, whole: Tensor, context: Context) -> float | None:
         positions = positions.tensor_split(cuts)[context.mesh.coord("tensor")]
     if len(whole) <= int(samples.max()) or whole.shape[1] <= int(positions.max()):
         return None
+    ranks, width = context.mesh.size("tensor"), value.shape[-1]
+    if 0 < width * ranks - whole.shape[-1] < ranks:  # logits, the last of which are of no word
+        value = value[..., : max(whole.shape[-1] - width * context.mesh.coord("tensor"), 0)]
     rows = whole[samples][:, positions].flatten(0, 1).flatten(1)
     mine = value.flatten(0, 1).flatten(1)
     scale: float = float(rows.norm()) / math.sqrt(rows.numel()) + 1e-300
@@ -393,7 +397,7 @@ def _row_error(part: _Part, whole: Tensor, context: Context) -> float | None:
     nearest = torch.minimum(
         (known.gather(1, after) - mine).abs(), (known.gather(1, (after - 1).clamp(min=0)) - mine).abs()
     )
-    return float(nearest.max()) / scale
+    return float(nearest.max()) / scale if nearest.numel() else None
 
 
 def on_one_axis(config: Config) -> dict[str, Config]:

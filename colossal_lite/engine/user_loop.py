@@ -9,12 +9,12 @@ pipeline is refused, since only the engine can run its plan.  Auxiliary losses a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch
@@ -22,9 +22,11 @@ from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.engine.step_totals import OpenStep
-from colossal_lite.parallel.loss import with_logits
+from colossal_lite.parallel.loss import logits_of, with_logits
 from colossal_lite.zero.build_chunks import sharding_of
 
+ALIKE = 1e-5
+"""Of the sum of absolute values: how far the sums of one output may be apart on ranks that have the same."""
 FROM_MODEL = "of the outputs of a model"
 """Metadata of the nodes by which the graph of a loss enters the model."""
 
@@ -48,6 +50,10 @@ class UserLoop:
         self._hooks, self._updates = parts.hooks, parts.updates
         self._by_micro_batch = sharding_of(self._config).by_micro_batch
         self._has_parts = self._mesh.size("tensor", "sequence") > 1
+        tensor = self._config.parallel.tensor
+        self._cuts_all = tensor.size > 1 and tensor.mode != "1d"
+        self._cuts_tokens = self._mesh.size("sequence") > 1
+        self._known: dict[tuple[torch.Size, ...], Sequence[bool]] = {}
         self._is_empty = False  # whether this rank has no sample of the micro-batch at hand
         self._samples = 0  # of all data ranks in that micro-batch
         self._tokens: int | None = None  # of its sequences, if they were padded
@@ -58,6 +64,7 @@ class UserLoop:
         self._updates.refuse_within("engine(x)")
         inputs = args[0] if args else kwargs["input_ids"]
         self._comparison.add_batch({**{f"argument {n}": x for n, x in enumerate(args)}, **kwargs})
+        self._micro_batches.look(args, kwargs)
         sizes = self._micro_batches.sizes(inputs)
         self._samples = sum(sizes)
         first = self._step.samples + self._micro_batches.first_sample(sizes)
@@ -74,19 +81,59 @@ class UserLoop:
         return local
 
     def whole_outputs(self, outputs: Any) -> Any:
-        """The model's outputs, with logits gathered over vocabulary, tokens and samples, and without padding."""
+        """The model's outputs, with logits gathered over vocabulary, tokens and samples, and without padding. On a
+        sequence axis so are other tensors of all tokens. A loss may read what is marked: these, and what all tensor
+        ranks have alike. Raises ValueError for outputs without logits, where ranks have parts of them."""
 
-        def whole(logits: Tensor) -> Tensor:
-            kept = logits[:0] if self._is_empty else logits
-            full = self._strategy.whole_batch(self._strategy.whole_vocabulary(kept))
-            given = full if self._tokens is None else full[:, : self._tokens]
+        def full(x: Tensor) -> Tensor:
+            given = self._strategy.whole_batch(x[:0] if self._is_empty else x)
+            given = given if self._tokens is None else given[:, : self._tokens]
             _mark(given)
             return given
 
-        found = with_logits(outputs, whole)
-        for x in tree_leaves(found) if self._has_parts else ():
+        if not self._has_parts:
+            return with_logits(outputs, lambda x: full(self._strategy.whole_vocabulary(x)))
+        local = logits_of(outputs)
+        others = [
+            x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad and x is not local
+        ]
+        found = with_logits(outputs, lambda x: full(self._strategy.whole_vocabulary(x)))
+        if not others or self._cuts_all:
+            return found
+        words, *alike = self._alike([local, *others])
+        if words:
+            raise ValueError(
+                f"model: what stands where logits stand has the shape {tuple(local.shape)}, and is the same on all "
+                f"tensor ranks, so it is no logits; legal: logits alone, first in a tuple, or as 'logits'"
+            )
+        whole = {id(x): x for x, same in zip(others, alike, strict=True) if same}
+
+        def other(x: Any) -> Any:
+            if id(x) not in whole:
+                return x
+            if self._cuts_tokens:
+                return full(x) if x.shape[:2] == local.shape[:2] else x
             _mark(x)
-        return found
+            return x
+
+        return tree_map(other, found)
+
+    def _alike(self, given: Sequence[Tensor]) -> Sequence[bool]:
+        """Whether all ranks of the tensor axis have the same numbers, for each of these. The answer is kept for outputs
+        of these shapes, once none is zero. Collective."""
+        comm, key = self._mesh.axis("tensor"), tuple(x.shape for x in given)
+        if comm.size == 1:
+            return [False, *[True] * (len(given) - 1)]
+        if key not in self._known:
+            with comm.ledger.paused(), torch.no_grad():
+                sums = torch.stack([torch.stack((x.sum(), x.abs().sum())).double() for x in given])
+                rows = comm.all_gather(sums.flatten()).view(comm.size, len(given), 2)
+            total, size = rows.movedim(-1, 0)
+            same = ((total - total[0]).abs() <= ALIKE * size.amax(0)).all(0).tolist()
+            if not bool((size > 0).all()):
+                return [same[0] and bool(size[:, 0].any()), *same[1:]]
+            self._known[key] = same
+        return self._known[key]
 
     def backward(self, loss: Tensor, count: int | Tensor | None, factor: float) -> None:
         """Add the gradient of `loss`. `factor` of the learning rate is for updates in backward."""
@@ -96,8 +143,9 @@ class UserLoop:
             raise ValueError(f"backward: a loss of the shape {shape}; legal: one number, such as loss.mean()")
         if self._has_parts and (name := self._read_directly(loss)) is not None:
             raise ValueError(
-                f"backward: the loss reads {name}, not by the outputs of engine(x). A rank has a part of it, or of its "
-                f"gradient (parallel.tensor, parallel.sequence); legal: a loss of the outputs, optimizer.weight_decay"
+                f"backward: the loss reads {name}, not by whole outputs of engine(x). A rank has a part of it, or of "
+                f"its gradient (parallel.tensor, parallel.sequence); legal: a loss of the logits, or of outputs that "
+                f"have all tokens; optimizer.weight_decay"
             )
         step = self._step
         if step.by_count is not None and step.by_count != (count is not None):

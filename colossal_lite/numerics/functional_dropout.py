@@ -116,8 +116,11 @@ def _alpha(plain: Callable[..., Tensor], of_channels: bool) -> Callable[..., Ten
     ) -> Tensor:
         if not training or p in (0.0, 1.0):
             return plain(input, p, training, inplace)
-        shape = (*input.shape[:2], *(1,) * (input.dim() - 2)) if of_channels else input.shape
-        kept = mode.drop(input.new_ones(shape[:2] if of_channels else shape), p).view(shape) != 0
+        if of_channels:
+            kept = mode.drop(input.new_ones(input.shape[:2]), p) != 0
+            kept = kept.view(*input.shape[:2], *(1,) * (input.dim() - 2))
+        else:
+            kept = mode.drop(torch.ones_like(input), p) != 0
         scale = ((1.0 - p) * (1.0 + p * _SELU_LIMIT**2)) ** -0.5
         y = torch.where(kept, input, _SELU_LIMIT) * scale - scale * p * _SELU_LIMIT
         return input.copy_(y) if inplace else y

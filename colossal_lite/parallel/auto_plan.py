@@ -200,13 +200,11 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _head(small: SmallCopy, calls: Sequence[_Call], blocks: Sequence[str]) -> str | None:
-    """The last linear that is called, if it comes after all blocks and gives a number for each word."""
+    """The last linear behind all blocks that gives a number for each word."""
     prefixes = tuple(f"{block}." for block in blocks)
-    behind = [call for call in calls if not call.name.startswith(prefixes)]
-    if not behind or calls[-1] is not behind[-1]:
-        return None
+    last = max((place for place, call in enumerate(calls) if call.name.startswith(prefixes)), default=-1)
     rows = {m.num_embeddings for m in small.model.modules() if isinstance(m, nn.Embedding)}
-    return behind[-1].name if behind[-1].output.shape[-1] in rows else None
+    return next((c.name for c in reversed(calls[last + 1 :]) if c.output.shape[-1] in rows), None)
 
 
 # ---- pairs ----

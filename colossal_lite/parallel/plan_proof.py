@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from colossal_lite.config.parallel_schema import TENSOR_MODES, TensorConfig
 from colossal_lite.data.batch import Batch
@@ -42,6 +43,7 @@ from colossal_lite.parallel.swap_proof import (
     check_finite,
     difference_of_parts,
     prove,
+    sum_of_squares,
     words,
 )
 from colossal_lite.parallel.tensor_modes import Form, ModeResult, mode_file, mode_of
@@ -235,12 +237,43 @@ def check_sequence(
         )
 
 
-def check_samples_apart(model: nn.Module, cuts: Sequence[str]) -> None:
+@dataclass(frozen=True)
+class FirstBatch:
+    """Looks at the first batch of a model that does not run on random words: whether its samples see each other."""
+
+    model: nn.Module
+    """A copy, float64 on the CPU."""
+    cuts: tuple[str, ...]
+
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
+        """As `check_samples_apart`, with the first of the `samples` of a forward's arguments. A copy that does not run
+        on them shows nothing."""
+        count = min(samples, FEW_SAMPLES)
+
+        def few(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.dim():
+                return value
+            some = value.detach()[:count].cpu()
+            return some.double() if some.is_floating_point() else some
+
+        numbers = torch.arange(count)
+        given = Batch(tuple(map(few, args)), {n: few(x) for n, x in kwargs.items()}, numbers, numbers)
+        with suppress(NotRunError):
+            if found := difference_of_parts(self.model, given, given.cut(2), sum_of_squares):
+                _refuse_mixing(type(self.model).__name__, "a copy", found, self.cuts)
+
+
+FEW_SAMPLES = 4
+
+
+def check_samples_apart(model: nn.Module, cuts: Sequence[str]) -> FirstBatch | None:
     """Raises ValueError for a model whose samples see each other, where `cuts` (as a user writes them) split a batch.
-    On a quick small copy, losses and gradients of two halves must add up to those of the whole. A model that does not
-    run on random words has no proof. Nothing is communicated."""
+    On a quick small copy, losses and gradients of two halves must add up to those of the whole. Nothing is
+    communicated.
+
+    Returns what looks at the first batch of a model that does not run on random words; None if it is too large."""
     if not cuts or is_our_own(model, {}):
-        return
+        return None
 
     def tried(small: SmallCopy, _: bool) -> str:
         batch = words(4, TOKENS, small.words, ())
@@ -249,13 +282,22 @@ def check_samples_apart(model: nn.Module, cuts: Sequence[str]) -> None:
     try:
         found = on_a_copy(model, table_roles(model), tried, is_quick=True)
     except NoCopyError:
-        return
+        for keeps_all in (True, False):
+            with suppress(NoCopyError):
+                copied = small_copy(model, {}, None, MOST_QUICK_BYTES, keeps_all=keeps_all).model
+                return FirstBatch(copied, tuple(cuts))
+        return None
     if found:
-        raise ValueError(
-            f"model: samples of {type(model).__name__} see each other. On a small copy, {found} of a batch is not that "
-            f"of its halves together. {' and '.join(cuts)} would run it on parts of a batch, with another result. "
-            f"Legal: code that acts on each sample alone, or the whole batch at once"
-        )
+        _refuse_mixing(type(model).__name__, "a small copy", found, cuts)
+    return None
+
+
+def _refuse_mixing(kind: str, where: str, found: str, cuts: Sequence[str]) -> NoReturn:
+    raise ValueError(
+        f"model: samples of {kind} see each other. On {where}, {found} of a batch is not that of its halves together. "
+        f"{' and '.join(cuts)} would run it on parts of a batch, with another result. Legal: code that acts on each "
+        f"sample alone, or the whole batch at once"
+    )
 
 
 def parts_of(mesh: Mesh) -> int:

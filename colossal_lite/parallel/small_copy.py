@@ -5,17 +5,14 @@ The copy runs the model's own code, its hooks included.  Of blocks that are alik
 keep `ROWS` rows.  Widths are divided where the model is wide.  The run's random state stays as it is.
 
 Note: values.
-A proof shows nothing of a path that the values close, such as a gate below its threshold.  So of parameters with like
-names the first, third and so on have the model's own values with random ones added.  The others are random alone, as
-own values may be zeros.  Parameters on meta are random.
+A proof shows nothing of a path that the values close, such as a gate below its threshold, or zeros.  So parameters have
+the model's own values with random ones added.  Those on meta are random.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CellType, FunctionType, ModuleType
@@ -119,10 +116,8 @@ def small_copy(
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty(0, device="meta"), requires_grad=False) for p in model.parameters()
     }
-    seen = Counter[str]()
     for name, parameter in named.items():
-        seen[kind := re.sub(r"\d+", "#", name)] += 1
-        value = _drawn(name, shapes[name], parameter if seen[kind] % 2 else None, generator)
+        value = _drawn(name, shapes[name], parameter, generator)
         memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         if buffer.is_meta:
@@ -317,11 +312,11 @@ def _resize(made: nn.Module, roles: Mapping[str, Role]) -> tuple[int, tuple[int,
     return min([words, *(table.weight.shape[0] for table in unknown.values())]), tuple(sorted(padding))
 
 
-def _drawn(name: str, shape: tuple[int, ...], own: Tensor | None, generator: torch.Generator) -> Tensor:
+def _drawn(name: str, shape: tuple[int, ...], own: Tensor, generator: torch.Generator) -> Tensor:
     """Random values, added to the first entries of `own` if that has finite ones."""
     value = torch.randn(shape, generator=generator, dtype=torch.float64)
     value.mul_(0.3 if len(shape) < 2 else float(shape[-1]) ** -0.5)
-    if own is not None and not own.is_meta:
+    if not own.is_meta and not own.is_complex():
         first = own.detach()[tuple(map(slice, shape))].to("cpu", torch.float64)
         if first.isfinite().all():
             return value.add_(first)

@@ -147,10 +147,24 @@ def run_plainly(model: nn.Module, batch: Batch) -> None:
             raise NotRunError(f"{type(error).__name__}: {_line(error)}") from error
 
 
-def _plain_run(model: nn.Module, batch: Batch, criterion: ModelLoss | None = None) -> _Run:
-    def loss_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum"), labels.numel()
+LossOf = Callable[[Tensor, Tensor], tuple[Tensor, Any]]
 
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """The sum over all labels, and their number."""
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum"), labels.numel()
+
+
+def sum_of_squares(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """Of a random projection of each sample's outputs: a sum over samples, for outputs of any shape."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(outputs.shape[1:], generator=generator, dtype=torch.float64)
+    return (outputs * weights).flatten(1).sum(1).square().sum(), labels.numel()
+
+
+def _plain_run(
+    model: nn.Module, batch: Batch, criterion: ModelLoss | None = None, loss_of: LossOf = cross_entropy
+) -> _Run:
     with torch.enable_grad():
         loss = _loss(model, batch, criterion, loss_of)
     loss.backward()
@@ -165,26 +179,28 @@ def _plain_run(model: nn.Module, batch: Batch, criterion: ModelLoss | None = Non
     return _Run(trained, gradients, evaluated if is_told else None)
 
 
-def _loss(
-    model: nn.Module, part: Batch, criterion: ModelLoss | None,
-    loss_of: Callable[[Tensor, Tensor], tuple[Tensor, Any]],
-) -> Tensor:  # fmt: skip
+def _loss(model: nn.Module, part: Batch, criterion: ModelLoss | None, loss_of: LossOf) -> Tensor:
     """The sum of the losses of a batch, by its own `criterion`, or by `loss_of` logits and labels."""
     with Plainly():
         if criterion is not None:
             asked = criterion.asked(part)
             return criterion.of(model(*asked.args, **asked.kwargs), part.labels)[0]
         logits = logits_of(model(*part.args, **part.kwargs))
-        return loss_of(logits, _last(part.labels, logits))[0]
+        labels = _last(part.labels, logits) if part.labels.dim() > 1 else part.labels
+        return loss_of(logits, labels)[0]
 
 
-def difference_of_parts(model: nn.Module, batch: Batch, parts: Sequence[Batch]) -> str:
+def difference_of_parts(
+    model: nn.Module, batch: Batch, parts: Sequence[Batch], loss_of: LossOf = cross_entropy
+) -> str:
     """What of loss and gradients of `model` as it is differs between a batch and the sum over `parts`, in training or
     evaluation, or "". Raises NotRunError if it does not run on them, or draws random numbers."""
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
         try:
-            truth, *found = [_plain_run(deep_copy(model).train(), each) for each in (batch, *parts)]
+            truth, *found = [
+                _plain_run(deep_copy(model).train(), each, None, loss_of) for each in (batch, *parts)
+            ]
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(f"{type(model).__name__}: {type(error).__name__}: {_line(error)}") from error
         if not math.isfinite(truth.loss) or not torch.equal(torch.get_rng_state(), before):

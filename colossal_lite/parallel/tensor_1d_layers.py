@@ -71,7 +71,7 @@ class Tensor1D:
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
         """Logits [B, T, V] on every rank, padding stripped, for a criterion that all ranks then compute alike."""
-        return autograd_collectives.join(logits, self.comm, logits.dim() - 1)[..., : self.vocabulary]
+        return whole_vocabulary(logits, self.comm, self.vocabulary)
 
     def whole_batch(self, logits: Tensor) -> Tensor:
         return logits
@@ -411,6 +411,19 @@ def _sum_async(terms: Tensor, mode: Tensor1D) -> PendingCollective:
 
 
 # ---- loss ----
+
+
+def whole_vocabulary(logits: Tensor, comm: Communicator, vocabulary: int) -> Tensor:
+    """Logits of all words on every rank of `comm`, from each rank's part of them.
+
+    Raises ValueError for a tensor that is no such part."""
+    part = -(-vocabulary // comm.size)
+    if logits.shape[-1] != part:
+        raise ValueError(
+            f"model: what stands where logits stand has the shape {tuple(logits.shape)}, and a rank's part of "
+            f"{vocabulary} words is [..., {part}]; legal: logits alone, first in a tuple, or as 'logits'"
+        )
+    return autograd_collectives.join(logits, comm, logits.dim() - 1)[..., :vocabulary]
 
 
 def vocabulary_cross_entropy(

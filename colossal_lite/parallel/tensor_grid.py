@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.data.batch import Batch
-from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.kernels import Ops, Rows
@@ -42,7 +41,7 @@ from colossal_lite.parallel.layer_swap import (
 from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.swap_checks import is_transposed
 from colossal_lite.parallel.tensor_1d import shared_head
-from colossal_lite.parallel.tensor_1d_layers import vocabulary_cross_entropy
+from colossal_lite.parallel.tensor_1d_layers import vocabulary_cross_entropy, whole_vocabulary
 from colossal_lite.parallel.tensor_modes import ModeResult, TensorStrategy
 from colossal_lite.sharding.shard_spec import Dim, Partial, Placements, Shard
 from colossal_lite.transforms.auxiliary_loss import Share
@@ -74,9 +73,7 @@ class Grid:
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
         """Logits of this part of the batch, padding stripped, alike on all ranks that hold some of them."""
-        return autograd_collectives.join(logits, self.vocabulary_axis, logits.dim() - 1)[
-            ..., : self.vocabulary
-        ]
+        return whole_vocabulary(logits, self.vocabulary_axis, self.vocabulary)
 
 
 def parts_of(batch: Batch, parts: int, words: str) -> tuple[Batch, ...]:

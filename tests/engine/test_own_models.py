@@ -264,3 +264,140 @@ def test_what_a_mode_cannot_run_is_refused_by_name(
 ) -> None:
     for text in run_world(told, 2, name, more):
         assert all(word in text for word in says), text
+
+
+class SeesOthers(nn.Module):
+    """Takes vectors, so that no copy can be tried on words. Its samples see each other, in the way `how`, or not."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner, self.head = how, nn.Linear(D, D), nn.Linear(D, V)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        if self.how == "mean":
+            h = h - h.mean(0, keepdim=True)
+        elif self.how == "size":
+            h = h / len(h)
+        elif self.how == "in-batch negatives":
+            return F.normalize(h, dim=-1) @ F.normalize(x, dim=-1).T
+        logits: Tensor = self.head(h)
+        return logits
+
+
+def first_step(env: RankEnv, how: str, more: dict[str, Any], loop: str) -> str | float:
+    """The loss of the first step, or what it is refused by."""
+    torch.manual_seed(0)
+    vectors, labels = torch.randn(4, D).double(), torch.arange(4)
+    with env.launch(SGD | more) as context:
+        engine = cl.initialize(SeesOthers(how).double(), context=context)
+        mine = context.local_batch(4)
+        try:
+            if loop == "own":
+                engine.backward(F.cross_entropy(engine(vectors[mine]), labels[mine]))
+                return float(engine.step().loss)
+            return float(engine.train_step((vectors[mine], labels[mine])).loss)
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("loop", ["own", "engine's"])
+@pytest.mark.parametrize("how", ["mean", "size", "in-batch negatives"])
+def test_the_first_batch_shows_that_samples_see_each_other_where_words_cannot(how: str, loop: str) -> None:
+    for told_of in run_world(first_step, 2, how, {}, loop):
+        assert "samples of SeesOthers see each other" in str(told_of) and "data=2" in str(told_of)
+    (one,) = run_world(first_step, 1, how, {}, loop)
+    assert isinstance(one, float), "a rank that has the whole batch takes the model"
+
+
+def test_a_model_of_vectors_whose_samples_are_apart_trains_on_parts_of_a_batch() -> None:
+    (whole,) = run_world(first_step, 1, "apart", {}, "engine's")
+    (turns,) = run_world(first_step, 1, "apart", dict(gradient_accumulation=2), "engine's")
+    assert [turns, *run_world(first_step, 2, "apart", {}, "engine's")] == pytest.approx(
+        3 * [whole], rel=1e-12
+    )
+
+
+class Heads(nn.Module):
+    """Gives logits and what `what` says beside them."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.words, self.blocks = nn.Embedding(V, D), nn.ModuleList(Tanh() for _ in range(2))
+        self.head, self.value = nn.Linear(D, V), nn.Linear(D, 1)
+        for block in self.blocks:
+            block.drop.p = 0.0  # type: ignore[union-attr, assignment]
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        match self.what:
+            case "second":
+                return x, logits
+            case "other name":
+                return dict(scores=logits)
+            case "of logits":
+                return dict(logits=logits, beside=logits.tanh())
+            case "mean of logits":
+                return dict(logits=logits, beside=logits.mean(-1))
+            case "sum":
+                return dict(logits=logits, beside=x.square().mean())
+            case "value":
+                return dict(logits=logits, beside=self.value(x))
+        return dict(logits=logits, beside=x)
+
+
+def loss_beside(outputs: Any, labels: Tensor) -> Tensor:
+    beside = outputs["beside"]
+    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten()) + beside.square().mean()
+
+
+def own_loop(env: RankEnv, what: str, parallel: dict[str, Any]) -> tuple[list[float], Any] | str:
+    torch.manual_seed(0)
+    with env.launch(SGD | dict(parallel=parallel)) as context:
+        losses = []
+        try:
+            engine = cl.initialize(Heads(what).double(), context=context)
+            for ids, labels in batches(V, STEPS, TOKENS + 1):
+                outputs = engine(ids)
+                loss = loss_beside(outputs, labels) if isinstance(outputs, dict) else outputs[1].sum()
+                engine.backward(loss)
+                losses.append(float(loss.detach()))
+                engine.step()
+        except ValueError as error:
+            return str(error)
+        return losses, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("parallel", [dict(sequence=2), dict(tensor=WHOLE["tensor"])], ids=str)
+@pytest.mark.parametrize("what", ["hidden", "value"])
+def test_a_loss_may_read_all_tokens_of_other_outputs(what: str, parallel: dict[str, Any]) -> None:
+    (truth,) = run_world(own_loop, 1, what, {})
+    for losses, weights in run_world(own_loop, 2, what, parallel):
+        assert losses == pytest.approx(truth[0], rel=1e-12)
+        for name, right in truth[1].items():
+            torch.testing.assert_close(weights[name], right, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "what, parallel, says",
+    [
+        ("second", dict(tensor=2), "first in a tuple"),
+        ("other name", dict(tensor=2), "'scores'"),
+        ("other name", dict(sequence=2), "'scores'"),
+        ("of logits", dict(tensor=2), "not by whole outputs"),
+        ("hidden", dict(tensor=2), "not by whole outputs"),  # tokens are cut up to the head
+        ("sum", dict(sequence=2), "cannot be computed on a part"),
+        ("mean of logits", dict(tensor=2), "not by whole outputs"),
+        ("hidden", dict(tensor=dict(size=4, mode="2d")), "not by whole outputs"),
+    ],
+    ids=str,
+)
+def test_a_loss_of_a_rank_s_part_of_outputs_is_refused(
+    what: str, parallel: dict[str, Any], says: str
+) -> None:
+    for text in run_world(own_loop, 4 if "2d" in str(parallel) else 2, what, parallel):
+        assert says in text
