@@ -66,7 +66,11 @@ def built(text: str) -> nn.Module:
 
     if Path(text).is_dir():
         return _of_folder(Path(text))
-    made = function_of(text)()
+    function = function_of(text)
+    try:
+        made = function()
+    except Exception as error:  # of a user's code, whatever it is
+        raise ValueError(f"model {text}: {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
         raise ValueError(f"model {text}: the function returned {type(made).__name__}; legal: an nn.Module")
     return made

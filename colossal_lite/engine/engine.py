@@ -61,6 +61,7 @@ from colossal_lite.memory.packing import stages_of
 from colossal_lite.numerics.lr_schedules import learning_rate_factor
 from colossal_lite.numerics.precision import LossScale
 from colossal_lite.numerics.random import CountedOnly
+from colossal_lite.numerics.torch_modes import naming_transforms
 from colossal_lite.observe.memory_timeline import MemoryTimeline
 from colossal_lite.observe.schedule_report import ScheduleReport
 from colossal_lite.observe.tables import Rows
@@ -283,7 +284,8 @@ class Engine:
         self._forecast([inputs] * self.context.config.gradient_accumulation)
         drawn, watched = self._randomness.held(self.model.training), self._comparison.forward(local)
         with self._parts.measured(), self._weights.forward(), drawn, self._streams.forward(), watched:
-            outputs = self.model(*local.args, **local.kwargs)
+            with naming_transforms():
+                outputs = self.model(*local.args, **local.kwargs)
         return self._loop.whole_outputs(outputs)
 
     def zero_grad(self) -> None:

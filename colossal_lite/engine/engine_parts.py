@@ -38,6 +38,7 @@ from colossal_lite.transforms.activation_checkpoint import (
     surround_recomputation,
 )
 from colossal_lite.transforms.auxiliary_loss import unbind
+from colossal_lite.transforms.batch_statistics import free_statistics
 from colossal_lite.transforms.split_backward import WeightGradStore, defer_weights, restore_weights
 from colossal_lite.zero.build_chunks import chunk_optimizer
 from colossal_lite.zero.forward_hooks import ForwardGates
@@ -140,6 +141,7 @@ class EngineParts:
         free_head(model)
         unbind(model)
         unbind_dropout(model)
+        free_statistics(model)
 
     def measured(self) -> AbstractContextManager[None]:
         """Context: measures the device memory in use, if a budget still has to choose a placement."""

@@ -19,7 +19,7 @@ from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from colossal_lite.data.loader import apply_to_tensors
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.rank_comparison import RankComparison
-from colossal_lite.memory.transfers import host_copy
+from colossal_lite.memory.transfers import host_copy, to_host
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.parallel.plan_proof import FirstBatch
 
@@ -64,6 +64,7 @@ class MicroBatches:
         whose samples see each other."""
         samples = len(args[0] if args else kwargs["input_ids"])
         if self._first_batch is not None and torch.is_grad_enabled() and samples > 1:
+            args, kwargs = apply_to_tensors((args, dict(kwargs)), to_host)
             self._first_batch.check(args, kwargs, samples)
             self._first_batch = None
 

@@ -384,7 +384,7 @@ def _row_error(part: _Part, whole: Tensor, context: Context) -> float | None:
     if len(whole) <= int(samples.max()) or whole.shape[1] <= int(positions.max()):
         return None
     ranks, width = context.mesh.size("tensor"), value.shape[-1]
-    if 0 < width * ranks - whole.shape[-1] < ranks:  # logits, the last of which are of no word
+    if 0 < width * ranks - whole.shape[-1] < ranks:  # logits: the last ones are of no word
         value = value[..., : max(whole.shape[-1] - width * context.mesh.coord("tensor"), 0)]
     rows = whole[samples][:, positions].flatten(0, 1).flatten(1)
     mine = value.flatten(0, 1).flatten(1)

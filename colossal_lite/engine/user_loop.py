@@ -23,10 +23,11 @@ from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.engine.step_totals import OpenStep
 from colossal_lite.parallel.loss import logits_of, with_logits
+from colossal_lite.parallel.whole_sizes import without_parts
 from colossal_lite.zero.build_chunks import sharding_of
 
 ALIKE = 1e-5
-"""Of the sum of absolute values: how far the sums of one output may be apart on ranks that have the same."""
+"""Of the sum of absolute values: how far weighted sums of an output may be apart on ranks that have the same."""
 FROM_MODEL = "of the outputs of a model"
 """Metadata of the nodes by which the graph of a loss enters the model."""
 
@@ -82,8 +83,8 @@ class UserLoop:
 
     def whole_outputs(self, outputs: Any) -> Any:
         """The model's outputs, with logits gathered over vocabulary, tokens and samples, and without padding. On a
-        sequence axis so are other tensors of all tokens. A loss may read what is marked: these, and what all tensor
-        ranks have alike. Raises ValueError for outputs without logits, where ranks have parts of them."""
+        sequence axis so are other tensors of all tokens. A loss may read these, and those that all tensor ranks have
+        alike. Raises ValueError for outputs without logits, where ranks have parts of them."""
 
         def full(x: Tensor) -> Tensor:
             given = self._strategy.whole_batch(x[:0] if self._is_empty else x)
@@ -93,6 +94,7 @@ class UserLoop:
 
         if not self._has_parts:
             return with_logits(outputs, lambda x: full(self._strategy.whole_vocabulary(x)))
+        outputs = without_parts(outputs)
         local = logits_of(outputs)
         others = [
             x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad and x is not local
@@ -103,8 +105,8 @@ class UserLoop:
         words, *alike = self._alike([local, *others])
         if words:
             raise ValueError(
-                f"model: what stands where logits stand has the shape {tuple(local.shape)}, and is the same on all "
-                f"tensor ranks, so it is no logits; legal: logits alone, first in a tuple, or as 'logits'"
+                f"model: {tuple(local.shape)} stands where logits stand, and is the same on all tensor ranks. Legal: "
+                f"logits alone, first in a tuple, or as 'logits'"
             )
         whole = {id(x): x for x, same in zip(others, alike, strict=True) if same}
 
@@ -126,7 +128,7 @@ class UserLoop:
             return [False, *[True] * (len(given) - 1)]
         if key not in self._known:
             with comm.ledger.paused(), torch.no_grad():
-                sums = torch.stack([torch.stack((x.sum(), x.abs().sum())).double() for x in given])
+                sums = torch.stack([_weighted_sums(x) for x in given])
                 rows = comm.all_gather(sums.flatten()).view(comm.size, len(given), 2)
             total, size = rows.movedim(-1, 0)
             same = ((total - total[0]).abs() <= ALIKE * size.amax(0)).all(0).tolist()
@@ -231,6 +233,13 @@ class UserLoop:
                 f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}; its weight depends on labels "
                 f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
             )
+
+
+def _weighted_sums(x: Tensor) -> Tensor:
+    """The sum of all numbers and of their absolute values [2], float64. Each number has another weight than those near
+    it, as rows may add up to 1."""
+    weighted = x.flatten().double() * (1 + torch.arange(x.numel(), device=x.device) % 97)
+    return torch.stack((weighted.sum(), weighted.abs().sum()))
 
 
 def _mark(x: Any) -> None:

@@ -162,8 +162,9 @@ class CountedOnly:
             raise ValueError(
                 "model: its forward draws from torch's own generator, so its numbers would depend on the number of "
                 "ranks. (torch.rand, bernoulli, dropout in an RNN, or a functional dropout in blocks that "
-                "compile='block' compiles do so); legal: nn.Dropout, torch.nn.functional.dropout, "
-                "scaled_dot_product_attention with dropout_p, or a probability of 0"
+                "compile='block' compiles do so). Legal: nn.Dropout, torch.nn.functional.dropout, "
+                "scaled_dot_product_attention with dropout_p, or a probability of 0. Or draw numbers before, and give "
+                "them to forward: engine(x, noise)"
             )
 
 

@@ -34,6 +34,21 @@ def without_modes() -> Iterator[None]:
             yield
 
 
+@contextmanager
+def naming_transforms() -> Iterator[None]:
+    """Around a model's forward. Raises ValueError, with legal ways, for transforms of torch.func beside hooks of saved
+    tensors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise ValueError(
+            "model: transforms of torch.func save no tensors for zero.stage=3 or a recomputed block. Legal: "
+            "zero.stage=2 and activation_checkpoint='none', or torch.autograd.grad(..., create_graph=True)"
+        ) from error
+
+
 def tensors_in(values: Any) -> list[Tensor]:
     """The tensors among the arguments or results of an operation."""
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]

@@ -239,21 +239,21 @@ def check_sequence(
 
 @dataclass(frozen=True)
 class FirstBatch:
-    """Looks at the first batch of a model that does not run on random words: whether its samples see each other."""
+    """Compares a model's first batch with its halves, where the model does not run on random words."""
 
     model: nn.Module
     """A copy, float64 on the CPU."""
     cuts: tuple[str, ...]
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
-        """As `check_samples_apart`, with the first of the `samples` of a forward's arguments. A copy that does not run
-        on them shows nothing."""
+        """As `check_samples_apart`, with the first of the `samples` of a forward's arguments, on the CPU. A copy that
+        does not run on them shows nothing."""
         count = min(samples, FEW_SAMPLES)
 
         def few(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.dim():
                 return value
-            some = value.detach()[:count].cpu()
+            some = value.detach()[:count]
             return some.double() if some.is_floating_point() else some
 
         numbers = torch.arange(count)

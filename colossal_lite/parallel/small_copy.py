@@ -317,7 +317,7 @@ def _drawn(name: str, shape: tuple[int, ...], own: Tensor, generator: torch.Gene
     value = torch.randn(shape, generator=generator, dtype=torch.float64)
     value.mul_(0.3 if len(shape) < 2 else float(shape[-1]) ** -0.5)
     if not own.is_meta and not own.is_complex():
-        first = own.detach()[tuple(map(slice, shape))].to("cpu", torch.float64)
+        first = torch.empty(shape, dtype=torch.float64).copy_(own.detach()[tuple(map(slice, shape))])
         if first.isfinite().all():
             return value.add_(first)
     return value.add_(1.0) if len(shape) < 2 and name.endswith("weight") else value

@@ -420,8 +420,8 @@ def whole_vocabulary(logits: Tensor, comm: Communicator, vocabulary: int) -> Ten
     part = -(-vocabulary // comm.size)
     if logits.shape[-1] != part:
         raise ValueError(
-            f"model: what stands where logits stand has the shape {tuple(logits.shape)}, and a rank's part of "
-            f"{vocabulary} words is [..., {part}]; legal: logits alone, first in a tuple, or as 'logits'"
+            f"model: {tuple(logits.shape)} stands where logits stand, and a rank's part of {vocabulary} words is "
+            f"[..., {part}]. Legal: logits alone, first in a tuple, or as 'logits'"
         )
     return autograd_collectives.join(logits, comm, logits.dim() - 1)[..., :vocabulary]
 

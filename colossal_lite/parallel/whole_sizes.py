@@ -507,8 +507,9 @@ def _wrapped(out: Any, comm: Communicator, cuts: Iterator[Cut | None] | None) ->
         return Part.of(out, comm, None if cuts is None else next(cuts))
     if type(out) in (tuple, list):
         return type(out)(_wrapped(each, comm, cuts) for each in out)
-    if isinstance(out, tuple) and any(isinstance(each, Tensor) for each in out):  # torch.return_types
-        return tuple(_wrapped(each, comm, cuts) for each in out)
+    if isinstance(out, tuple) and any(isinstance(each, Tensor) for each in out):
+        parts = [_wrapped(each, comm, cuts) for each in out]
+        return type(out)(parts) if _is_named_result(out) else tuple(parts)
     return out
 
 
@@ -523,11 +524,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
+def _is_named_result(value: Any) -> bool:
+    """Whether torch has made this tuple, with names for its members."""
+    return type(value).__module__ == "torch.return_types"
+
+
 def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
-    if type(value) in (tuple, list):
-        return type(value)(mapped(change, each) for each in value)
+    if type(value) in (tuple, list) or _is_named_result(value):
+        return type(value)([mapped(change, each) for each in value])
     if type(value) is dict:
         return {name: mapped(change, each) for name, each in value.items()}
     return value

@@ -17,6 +17,7 @@ from colossal_lite.config.pipeline_schema import PipelineConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import Dropout
 from colossal_lite.models import GPT
+from colossal_lite.numerics.torch_modes import naming_transforms
 from colossal_lite.pipeline.model_units import Carried, Sections, WholeSections, costs_of, sections_of
 from colossal_lite.pipeline.partition import Partition, PartitionFacts, Unit, held, partition
 from colossal_lite.pipeline.runtime import flat
@@ -73,7 +74,8 @@ class Stages:
         """What a stage gives. Raises ValueError for what cannot go on to the next."""
         start, stop = self.cut.bounds[stage]
         try:
-            given = self.sections.run(start, stop, carried, batch)
+            with naming_transforms():
+                given = self.sections.run(start, stop, carried, batch)
         except (AttributeError, TypeError) as error:
             given_names = ["the inputs" if batch.args else "", *batch.kwargs]
             error.add_note(
@@ -81,13 +83,6 @@ class Stages:
                 f"legal: a default for each other argument; with targets=None, criterion='model' gives it the labels"
             )
             raise
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-            raise ValueError(
-                "model: transforms of torch.func save no tensors for zero.stage=3 or a recomputed block; legal: "
-                "zero.stage=2 and activation_checkpoint='none', or torch.autograd.grad(..., create_graph=True)"
-            ) from error
         except IndexError as error:
             if batch.inputs.numel() and not batch.inputs.is_floating_point():
                 low, high = batch.inputs.aminmax()

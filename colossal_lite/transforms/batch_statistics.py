@@ -11,10 +11,14 @@ A table with `max_norm` writes to its rows in forward: each rank writes only the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+
+WATCH = "_stays_in_evaluation"
 
 
 def is_over_the_batch(module: nn.Module) -> bool:
@@ -27,7 +31,8 @@ def is_over_the_batch(module: nn.Module) -> bool:
 def check_batchwide(model: nn.Module, cuts: Sequence[str]) -> None:
     """Raises ValueError for a module over the batch if settings `cuts` (as a user writes them) split the batch.
 
-    One with running statistics that `model.train()` leaves in evaluation reads no batch."""
+    One with running statistics that `model.train()` leaves in evaluation reads no batch. Its forward raises ValueError
+    in training, until `free_statistics`."""
     over = {name: each for name, each in model.named_modules() if cuts and is_over_the_batch(each)}
     if over:
         modes = {each: each.training for each in model.modules()}
@@ -35,15 +40,31 @@ def check_batchwide(model: nn.Module, cuts: Sequence[str]) -> None:
         found = [(n, e) for n, e in over.items() if e.training or getattr(e, "running_mean", None) is None]
         for each, mode in modes.items():
             each.training = mode
-        if not found:
-            return
-        name, each = found[0]
-        raise ValueError(
-            f"model: {name} is a {type(each).__name__}, which reads the whole batch, and {' and '.join(cuts)} would "
-            f"run it on parts of one, or twice. Legal: a norm of each sample (LayerNorm, GroupNorm, RMSNorm), one that "
-            f"the model's own train() leaves in eval(), or the whole batch at once (data=1, gradient_accumulation=1, a "
-            f"pipeline with micro_batches=1, activation_checkpoint='none')"
-        )
+        for name, each in found:
+            _refuse(name, each, cuts)
+        for name, each in over.items():
+            each.__dict__[WATCH] = each.register_forward_pre_hook(partial(_stay_in_evaluation, name, cuts))
+
+
+def _stay_in_evaluation(name: str, cuts: Sequence[str], each: nn.Module, args: object) -> None:
+    if each.training:
+        _refuse(name, each, cuts)
+
+
+def _refuse(name: str, each: nn.Module, cuts: Sequence[str]) -> NoReturn:
+    raise ValueError(
+        f"model: {name} is a {type(each).__name__}, which reads the whole batch, and {' and '.join(cuts)} would "
+        f"run it on parts of one, or twice. Legal: a norm of each sample (LayerNorm, GroupNorm, RMSNorm), or one "
+        f"that the model's own train() leaves in eval(). Or the whole batch at once (data=1, gradient_accumulation=1, "
+        f"a pipeline with micro_batches=1, activation_checkpoint='none')"
+    )
+
+
+def free_statistics(model: nn.Module) -> None:
+    """Let modules over the batch train, which `check_batchwide` holds in evaluation."""
+    for module in model.modules():
+        if (handle := module.__dict__.pop(WATCH, None)) is not None:
+            handle.remove()
 
 
 def check_tables(module: nn.Module, cuts: Sequence[str]) -> None:

@@ -87,7 +87,7 @@ class ForwardGates:
             return
         self.run_deferred()
         for chunk in self._chunks:
-            if not chunk.is_sharded:  # what is gathered for a later stage stays hidden until then
+            if not chunk.is_sharded:  # a gather for a later stage stays hidden until then
                 chunk.finish_gather()
         self._asked.clear()
         with OutsideReads(self._all.values(), partial(self._note_read, stage), self._note_write) as watch:

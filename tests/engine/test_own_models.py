@@ -71,6 +71,14 @@ class AnObject(Attentive):
         return Outputs(super().forward(ids))
 
 
+class NamedResult(Attentive):
+    """Reads a result of torch by its name."""
+
+    def forward(self, ids: Tensor) -> Any:
+        logits = super().forward(ids)
+        return logits - logits.max(-1, keepdim=True).values
+
+
 class Tanh(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +115,8 @@ class FrozenDropout(nn.Module):
 class FrozenStatistics(nn.Module):
     """Its own `train()` leaves a norm over the batch in evaluation, or not."""
 
-    def __init__(self, stays: bool = True) -> None:
+    def __init__(self, stays: int = 9) -> None:
+        """`stays`: for so many calls of `train()`."""
         super().__init__()
         self.stays = stays
         self.words, self.norm, self.head = nn.Embedding(V, D), nn.BatchNorm1d(D), nn.Linear(D, V)
@@ -115,7 +124,8 @@ class FrozenStatistics(nn.Module):
 
     def train(self, mode: bool = True) -> FrozenStatistics:
         super().train(mode)
-        if self.stays:
+        self.stays -= mode
+        if self.stays >= 0:
             self.norm.eval()
         return self
 
@@ -169,7 +179,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "object": AnObject,
     "frozen dropout": FrozenDropout,
     "frozen statistics": FrozenStatistics,
-    "moving statistics": lambda: FrozenStatistics(stays=False),
+    "moving statistics": lambda: FrozenStatistics(stays=0),
+    "later moving statistics": lambda: FrozenStatistics(stays=2),
+    "named result": NamedResult,
     "func": lambda: Force("func"),
     "autograd": lambda: Force("autograd"),
     "scripted": lambda: nn.Sequential(nn.Embedding(V, D), torch.jit.script(nn.Linear(D, V))),
@@ -229,6 +241,7 @@ STAGES = dict(pipeline=dict(size=2, micro_batches=2))
         ("object", dict(parallel=dict(sequence=2))),
         ("object", dict(parallel=CUT)),
         ("object", dict(parallel=STAGES)),
+        ("named result", dict(parallel=dict(sequence=2))),
         ("frozen dropout", dict(parallel=STAGES)),
         ("frozen dropout", dict(zero=dict(stage=3))),
         ("frozen statistics", dict(zero=dict(stage=2))),
@@ -252,6 +265,7 @@ def test_a_model_with_code_of_its_own_is_that_of_one_process(name: str, more: di
 @pytest.mark.parametrize(
     "name, more, says",
     [
+        ("later moving statistics", {}, ("norm is a BatchNorm1d", "data=2")),
         ("moving statistics", {}, ("norm is a BatchNorm1d", "own train() leaves in eval()")),
         ("scripted", {}, ("1 is a torch.jit module", "the module before torch.jit.script")),
         ("func", dict(zero=dict(stage=3)), ("torch.func", "zero.stage=2", "torch.autograd.grad")),
@@ -318,21 +332,37 @@ def test_a_model_of_vectors_whose_samples_are_apart_trains_on_parts_of_a_batch()
     )
 
 
+class Maps(nn.Module):
+    """Attention that gives its weights as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        maps = (q @ k.transpose(-1, -2) / 2).softmax(-1)
+        return x + self.out((maps @ v).transpose(1, 2).flatten(2)), maps
+
+
 class Heads(nn.Module):
     """Gives logits and what `what` says beside them."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
-        self.words, self.blocks = nn.Embedding(V, D), nn.ModuleList(Tanh() for _ in range(2))
+        self.words = nn.Embedding(V, D)
+        self.blocks = nn.ModuleList(Maps() if what == "maps" else Tanh() for _ in range(2))
         self.head, self.value = nn.Linear(D, V), nn.Linear(D, 1)
-        for block in self.blocks:
+        for block in self.blocks if what != "maps" else ():
             block.drop.p = 0.0  # type: ignore[union-attr, assignment]
 
     def forward(self, ids: Tensor) -> Any:
         x = self.words(ids)
         for block in self.blocks:
             x = block(x)
+            if self.what == "maps":
+                x, maps = x
         logits = self.head(x)
         match self.what:
             case "second":
@@ -341,6 +371,8 @@ class Heads(nn.Module):
                 return dict(scores=logits)
             case "of logits":
                 return dict(logits=logits, beside=logits.tanh())
+            case "maps":
+                return dict(logits=logits, beside=maps)
             case "mean of logits":
                 return dict(logits=logits, beside=logits.mean(-1))
             case "sum":
@@ -388,6 +420,7 @@ def test_a_loss_may_read_all_tokens_of_other_outputs(what: str, parallel: dict[s
         ("second", dict(tensor=2), "first in a tuple"),
         ("other name", dict(tensor=2), "'scores'"),
         ("other name", dict(sequence=2), "'scores'"),
+        ("maps", dict(tensor=WHOLE["tensor"]), "not by whole outputs"),
         ("of logits", dict(tensor=2), "not by whole outputs"),
         ("hidden", dict(tensor=2), "not by whole outputs"),  # tokens are cut up to the head
         ("sum", dict(sequence=2), "cannot be computed on a part"),
