@@ -115,7 +115,9 @@ class Engine:
         # forward and backward
         self._comparison = RankComparison(mesh, built.model, context.device, repeats(config))
         stated = stated_sizes(built.model, built.names.state)
-        self._micro_batches = MicroBatches(context, done, stated, self._comparison, built.first_batch)
+        self._micro_batches = MicroBatches(
+            context, done, stated, self._comparison, built.first_batch, sees_padding=built.sees_padding
+        )
         self._plans = StepPlans(config, mesh.layout, built.stages, built.all_packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
         self._randomness = CountedOnly(context.device)

@@ -76,6 +76,8 @@ class Built:
     """Whether another engine may resume from the records."""
     first_batch: FirstBatch | None
     """What looks at the first batch; None: the model was proven without."""
+    sees_padding: bool
+    """Whether ids of unequal lengths on data ranks give other numbers than one process."""
 
     @property
     def packed(self) -> tuple[ChunkSpec, ...]:

@@ -49,6 +49,7 @@ from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta,
 from colossal_lite.parallel.layer_swap import cut_range
 from colossal_lite.parallel.loss import Criterion, Loss
 from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
+from colossal_lite.parallel.padding import sees_padding
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
 from colossal_lite.parallel.plan_proof import check_samples_apart
 from colossal_lite.parallel.sequence_parallel import sees_whole_sequences
@@ -135,6 +136,7 @@ def _initialize(
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
     facts = _check_model(module, context)
     first_batch = check_samples_apart(module, _cuts(context, splits(config)))
+    pads_alone = context.mesh.size("data") > 1 and sees_padding(module)
     if isinstance(criterion, str) and criterion != "model":
         raise ValueError(f"criterion={criterion!r}; legal: a callable, 'model' or None")
     loss = _own_loss(module, context) if isinstance(criterion, str) else criterion
@@ -180,7 +182,7 @@ def _initialize(
     buffers_to_device(module, context.device)
     built = Built(
         module, names, stages, parallelized, streams, all_packed, chunks, frozen, trainable, records, blocks,
-        outlives=outlives, first_batch=first_batch,
+        outlives=outlives, first_batch=first_batch, sees_padding=pads_alone,
     )  # fmt: skip
     engine = Engine(built, context, loss, optimizer, forecast_batch)
     context.models.add(module)

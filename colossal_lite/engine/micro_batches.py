@@ -29,10 +29,11 @@ class MicroBatches:
 
     def __init__(
         self, context: Context, parallelized: Parallelized, stated: StatedSizes, comparison: RankComparison,
-        first_batch: FirstBatch | None,
+        first_batch: FirstBatch | None, *, sees_padding: bool,
     ) -> None:  # fmt: skip
-        """Batches must fit the sizes that the model has `stated`, and are added to `comparison`."""
-        self._first_batch = first_batch
+        """Batches must fit the sizes that the model has `stated`, and are added to `comparison`. `sees_padding`: as
+        `padding.sees_padding` has it."""
+        self._first_batch, self._sees_padding = first_batch, sees_padding
         self._comparison = comparison
         self._mesh, self._device, self._config = context.mesh, context.device, context.config
         self._parallelized, self._stated = parallelized, stated
@@ -60,9 +61,20 @@ class MicroBatches:
         return parts
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Look at the arguments of a forward, if they are the first of several samples. Raises ValueError for a model
-        whose samples see each other."""
-        samples = len(args[0] if args else kwargs["input_ids"])
+        """Look at the arguments of a forward. Raises ValueError for a model whose samples see each other, by the first
+        of several samples. And for ids of other lengths on other ranks, if padding is seen; collective then."""
+        inputs = args[0] if args else kwargs["input_ids"]
+        samples = len(inputs)
+        if self._sees_padding and inputs.dim() == 2 and "attention_mask" not in kwargs:
+            lengths = (
+                self._mesh.axis("data").all_gather(torch.tensor([inputs.shape[1] if samples else 0])).tolist()
+            )
+            if len({*lengths} - {0}) > 1:
+                raise ValueError(
+                    f"batch: {lengths} tokens on the data ranks, which collators pad for each rank alone. The model's "
+                    f"tokens see padding, so its numbers would depend on the number of ranks. Legal: one length, an "
+                    f"attention_mask that the model takes, or data=1"
+                )
         if self._first_batch is not None and torch.is_grad_enabled() and samples > 1:
             args, kwargs = apply_to_tensors((args, dict(kwargs)), to_host)
             self._first_batch.check(args, kwargs, samples)

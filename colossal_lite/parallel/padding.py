@@ -26,9 +26,9 @@ from colossal_lite.data.batch_checks import IGNORED
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPT
 from colossal_lite.parallel import hugging_face
-from colossal_lite.parallel.plan_proof import is_our_own, on_a_copy
+from colossal_lite.parallel.plan_proof import TOKENS, is_our_own, on_a_copy
 from colossal_lite.parallel.roles import Role
-from colossal_lite.parallel.small_copy import NoCopyError, SmallCopy
+from colossal_lite.parallel.small_copy import NoCopyError, SmallCopy, table_roles
 from colossal_lite.parallel.swap_proof import difference_of_parts, words
 from colossal_lite.parallel.tensor_modes import mode_of
 
@@ -155,6 +155,20 @@ def proven(model: nn.Module, roles: Mapping[str, Role], padding: Padding) -> Pad
     except NoCopyError as error:
         why = f"{type(model).__name__} is not proven to take padding on a small copy ({error})"
         return replace(padding, refused=why)
+
+
+def sees_padding(model: nn.Module) -> bool:
+    """Whether tokens of a model see padding behind them, if nothing masks it: on a quick small copy. False for a model
+    that has none. Does not communicate."""
+
+    def tried(small: SmallCopy, _: bool) -> bool:
+        batch = words(2, TOKENS - 1, small.words, ())
+        return bool(difference_of_parts(small.model, batch, [Padding(parts=TOKENS).of(batch)]))
+
+    try:
+        return not is_our_own(model, {}) and on_a_copy(model, table_roles(model), tried, is_quick=True)
+    except NoCopyError:
+        return False
 
 
 def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:

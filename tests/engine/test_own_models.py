@@ -434,3 +434,50 @@ def test_a_loss_of_a_rank_s_part_of_outputs_is_refused(
 ) -> None:
     for text in run_world(own_loop, 4 if "2d" in str(parallel) else 2, what, parallel):
         assert says in text
+
+
+class BothWays(nn.Module):
+    """Each token sees those behind it, padding too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(V, D), nn.Linear(2 * D, V)
+        self.rows = nn.GRU(D, D, batch_first=True, bidirectional=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.rows(self.words(ids))[0])
+        return logits
+
+
+def padded_alone(env: RankEnv, causal: bool, lengths: list[int], loop: str) -> float | str:
+    """The loss of a batch of two samples, which ranks pad each to its own length."""
+    torch.manual_seed(0)
+    made = Attentive() if causal else BothWays()
+    ids, labels = torch.zeros(2, max(lengths), dtype=torch.int64), torch.full((2, max(lengths)), -100)
+    for sample, length in enumerate([3, 5]):
+        ids[sample, :length] = labels[sample, :length] = torch.arange(length) + 1
+        labels[sample, :length] += 1
+    with env.launch(SGD) as context:
+        engine = cl.initialize(made.double(), context=context)
+        mine, length = context.local_batch(2), lengths[env.rank]
+        try:
+            if loop == "engine's":
+                return float(engine.train_step((ids[mine, :length], labels[mine, :length])).loss)
+            if loop == "evaluation":
+                return float(engine.eval_step((ids[mine, :length], labels[mine, :length])))
+            logits = engine(ids[mine, :length]).flatten(0, 1)
+            counted = labels[mine, :length].flatten()
+            engine.backward(F.cross_entropy(logits, counted), int((counted != -100).sum()))
+            return float(engine.step().loss)
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("loop", ["engine's", "evaluation", "own"])
+def test_lengths_that_ranks_pad_alone_are_refused_where_tokens_see_padding(loop: str) -> None:
+    (whole,) = run_world(padded_alone, 1, False, [5], loop)
+    assert run_world(padded_alone, 2, False, [5, 5], loop) == pytest.approx([whole, whole], rel=1e-12)
+    for text in run_world(padded_alone, 2, False, [3, 5], loop):
+        assert "[3, 5] tokens on the data ranks" in str(text) and "attention_mask" in str(text)
+    (whole,) = run_world(padded_alone, 1, True, [5], loop)
+    assert run_world(padded_alone, 2, True, [3, 5], loop) == pytest.approx([whole, whole], rel=1e-12)
