@@ -45,6 +45,7 @@ from colossal_lite.engine.engine_reports import EngineReports
 from colossal_lite.engine.engine_state import EngineState, last_save_failed
 from colossal_lite.engine.memory_report import LinkRow, MemoryReport
 from colossal_lite.engine.micro_batches import MicroBatches
+from colossal_lite.engine.model_structure import OwnForward
 from colossal_lite.engine.rank_comparison import RankComparison, repeats
 from colossal_lite.engine.step_totals import (
     LocalSums,
@@ -122,6 +123,8 @@ class Engine:
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
         self._randomness = CountedOnly(context.device)
         self._loss = Loss(done, criterion)
+        in_parts = mesh.size("tensor", "sequence") > 1
+        self._running = OwnForward(built.model).running if in_parts else nullcontext
         # whether ranks have different parts of a batch
         self._is_shared = mesh.size("data", "sequence") * config.parallel.tensor.sample_parts > 1
         # Ranks of one data coordinate compute the same loss. One of those with the last stage reports it.
@@ -286,7 +289,7 @@ class Engine:
         self._forecast([inputs] * self.context.config.gradient_accumulation)
         drawn, watched = self._randomness.held(self.model.training), self._comparison.forward(local)
         with self._parts.measured(), self._weights.forward(), drawn, self._streams.forward(), watched:
-            with naming_transforms():
+            with naming_transforms(), self._running():
                 outputs = self.model(*local.args, **local.kwargs)
         return self._loop.whole_outputs(outputs)
 
@@ -556,7 +559,15 @@ class Engine:
         drawn, watched = self._randomness.held(self.model.training), self._comparison.forward(local)
         seed = self._seed(part)
         told = self._loss.told(local, seed)
-        with self._weights.forward(stage), drawn, self._streams.forward(), heard, watched, told:
+        with (
+            self._weights.forward(stage),
+            drawn,
+            self._streams.forward(),
+            heard,
+            watched,
+            told,
+            self._running(),
+        ):
             outputs = self._stages.run(stage, carried, self._loss.asked(local))
         if stage < self._stages.last:
             return outputs

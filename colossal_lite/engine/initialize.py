@@ -32,7 +32,7 @@ from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built
 from colossal_lite.engine.full_state import GlobalNames
-from colossal_lite.engine.model_structure import check_storages
+from colossal_lite.engine.model_structure import check_storages, is_in_parts
 from colossal_lite.engine.rank_comparison import repeats, splits
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.memory.chunk import Chunk
@@ -222,6 +222,10 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
         raise ValueError(
             "model: an engine trains it already; legal: one call of initialize for a model, or engine.close() before "
             "the next"
+        )
+    if is_in_parts(module):
+        raise ValueError(
+            "model: an engine has cut its layers for ranks of a tensor or sequence axis; legal: a model built anew"
         )
     if facts is not None:
         context.config.check_model(facts)

@@ -7,6 +7,8 @@ hundred.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +49,38 @@ class ModelStructure:
     def trains(self) -> bool:
         """Whether all modules are in training mode, and `train()` would do nothing else."""
         return not self._has_own_train and all(module.training for module in self._modules.values())
+
+
+class OwnForward:
+    """Refuses a forward of a model whose layers are this rank's parts, unless its engine runs it. It would give parts
+    of the logits, also after the engine has closed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._runs = False
+        model.register_forward_pre_hook(self._check)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a forward of the engine."""
+        self._runs = True
+        try:
+            yield
+        finally:
+            self._runs = False
+
+    def _check(self, model: nn.Module, args: object) -> None:
+        if not self._runs:
+            raise ValueError(
+                f"model: the layers of {type(model).__name__} are this rank's parts (parallel.tensor, "
+                f"parallel.sequence), so a call of it gives parts. Legal: engine(x), train_step or eval_step; or a "
+                f"model built anew that loads engine.full_state_dict()"
+            )
+
+
+def is_in_parts(model: nn.Module) -> bool:
+    """Whether an engine has cut the layers of this model."""
+    hooks = model._forward_pre_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), OwnForward) for hook in hooks)
 
 
 def check_storages(module: nn.Module) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from colossal_lite.config.parallel_schema import TENSOR_MODES, TensorConfig
 from colossal_lite.data.batch import Batch
@@ -241,8 +242,8 @@ def check_sequence(
 class FirstBatch:
     """Compares a model's first batch with its halves, where the model does not run on random words."""
 
-    model: nn.Module
-    """A copy, float64 on the CPU."""
+    model: PerSample
+    """Of a copy, float64 on the CPU."""
     cuts: tuple[str, ...]
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
@@ -260,10 +261,33 @@ class FirstBatch:
         given = Batch(tuple(map(few, args)), {n: few(x) for n, x in kwargs.items()}, numbers, numbers)
         with suppress(NotRunError):
             if found := difference_of_parts(self.model, given, given.cut(2), sum_of_squares):
-                _refuse_mixing(type(self.model).__name__, "a copy", found, self.cuts)
+                _refuse_mixing(
+                    type(self.model.inner).__name__, "a copy", found.removeprefix("inner."), self.cuts
+                )
 
 
 FEW_SAMPLES = 4
+
+
+class PerSample(nn.Module):
+    """Gives a number [samples] for each sample: a random projection of what a model gives for it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        outputs = self.inner(*args, **kwargs)
+        leaves = [
+            each for leaf in tree_leaves(outputs) for each in (leaf, *getattr(leaf, "__dict__", {}).values())
+        ]
+        rows = [x for x in leaves if isinstance(x, Tensor) and x.dim() and x.is_floating_point()]
+        generator = torch.Generator().manual_seed(0)
+        found = torch.zeros(len(rows[0]), dtype=torch.float64)
+        for x in (each for each in rows if len(each) == len(found)):
+            flat = x.reshape(len(x), -1).double()
+            found = found + flat @ torch.randn(flat.shape[1], generator=generator, dtype=torch.float64)
+        return found
 
 
 def check_samples_apart(model: nn.Module, cuts: Sequence[str]) -> FirstBatch | None:
@@ -285,7 +309,7 @@ def check_samples_apart(model: nn.Module, cuts: Sequence[str]) -> FirstBatch | N
         for keeps_all in (True, False):
             with suppress(NoCopyError):
                 copied = small_copy(model, {}, None, MOST_QUICK_BYTES, keeps_all=keeps_all).model
-                return FirstBatch(copied, tuple(cuts))
+                return FirstBatch(PerSample(copied), tuple(cuts))
         return None
     if found:
         _refuse_mixing(type(model).__name__, "a small copy", found, cuts)

@@ -156,10 +156,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
 
 
 def sum_of_squares(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-    """Of a random projection of each sample's outputs: a sum over samples, for outputs of any shape."""
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(outputs.shape[1:], generator=generator, dtype=torch.float64)
-    return (outputs * weights).flatten(1).sum(1).square().sum(), labels.numel()
+    """The sum over all samples, and their number."""
+    return outputs.square().sum(), labels.numel()
 
 
 def _plain_run(

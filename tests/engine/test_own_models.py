@@ -287,7 +287,7 @@ class SeesOthers(nn.Module):
         super().__init__()
         self.how, self.inner, self.head = how, nn.Linear(D, D), nn.Linear(D, V)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.inner(x)
         if self.how == "mean":
             h = h - h.mean(0, keepdim=True)
@@ -295,6 +295,8 @@ class SeesOthers(nn.Module):
             h = h / len(h)
         elif self.how == "in-batch negatives":
             return F.normalize(h, dim=-1) @ F.normalize(x, dim=-1).T
+        elif self.how == "mean, of another name":
+            return dict(count=torch.ones(()), scores=self.head(h - h.mean(0, keepdim=True)))
         logits: Tensor = self.head(h)
         return logits
 
@@ -308,15 +310,22 @@ def first_step(env: RankEnv, how: str, more: dict[str, Any], loop: str) -> str |
         mine = context.local_batch(4)
         try:
             if loop == "own":
-                engine.backward(F.cross_entropy(engine(vectors[mine]), labels[mine]))
+                given = engine(vectors[mine])
+                given = given["scores"] if isinstance(given, dict) else given
+                engine.backward(F.cross_entropy(given, labels[mine]))
                 return float(engine.step().loss)
             return float(engine.train_step((vectors[mine], labels[mine])).loss)
         except ValueError as error:
             return str(error)
 
 
-@pytest.mark.parametrize("loop", ["own", "engine's"])
-@pytest.mark.parametrize("how", ["mean", "size", "in-batch negatives"])
+@pytest.mark.parametrize(
+    "how, loop",
+    [
+        *((how, loop) for how in ("mean", "size", "in-batch negatives") for loop in ("own", "engine's")),
+        ("mean, of another name", "own"),
+    ],
+)
 def test_the_first_batch_shows_that_samples_see_each_other_where_words_cannot(how: str, loop: str) -> None:
     for told_of in run_world(first_step, 2, how, {}, loop):
         assert "samples of SeesOthers see each other" in str(told_of) and "data=2" in str(told_of)
@@ -481,3 +490,34 @@ def test_lengths_that_ranks_pad_alone_are_refused_where_tokens_see_padding(loop:
         assert "[3, 5] tokens on the data ranks" in str(text) and "attention_mask" in str(text)
     (whole,) = run_world(padded_alone, 1, True, [5], loop)
     assert run_world(padded_alone, 2, True, [3, 5], loop) == pytest.approx([whole, whole], rel=1e-12)
+
+
+def called_directly(env: RankEnv, parallel: dict[str, Any]) -> list[str]:
+    """What a call of the model itself is refused by: beside its engine, after it, and as the model of another."""
+    found = []
+
+    def told_of(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+
+    model, (ids, labels) = made(""), batches(V, 1, TOKENS)[0]
+    with env.launch(SGD | dict(parallel=parallel)) as context:
+        engine = cl.initialize(model, context=context)
+        engine.train_step((ids, labels))
+        told_of(lambda: engine.model(ids))
+        engine.eval_step((ids, labels))
+        engine(ids)
+        engine.close()
+        told_of(lambda: model(ids))
+        told_of(lambda: cl.initialize(model, context=context))
+    return found
+
+
+@pytest.mark.parametrize("parallel", [CUT, dict(sequence=2)], ids=str)
+def test_a_call_of_a_model_in_parts_is_refused_unless_its_engine_makes_it(parallel: dict[str, Any]) -> None:
+    for beside, after, again in run_world(called_directly, 2, parallel):
+        assert "so a call of it gives parts" in beside and "engine.full_state_dict()" in beside
+        assert after == beside and "a model built anew" in again
+    assert run_world(called_directly, 2, {}) == [[], []]
