@@ -159,7 +159,7 @@ def _states_heads(module: nn.Module, name: str) -> bool:
 def _run(small: SmallCopy) -> tuple[list[_Call], list[str], list[str]]:
     """The calls of linears in order, and the tables that take the words, and others."""
     calls, tokens, others = list[_Call](), dict[str, None](), dict[str, None]()
-    batch = words(SAMPLES, TOKENS, small.words, small.padding)
+    batch = words(SAMPLES, small.tokens or TOKENS, small.words, small.padding)
 
     def linear(name: str, args: tuple[Any, ...], out: Any) -> None:
         if args and isinstance(args[0], Tensor) and isinstance(out, Tensor) and out.requires_grad:

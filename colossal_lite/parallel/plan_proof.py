@@ -34,6 +34,7 @@ from colossal_lite.parallel.small_copy import (
     SmallCopy,
     deep_copy,
     has_more_blocks,
+    own_lengths,
     small_copy,
     table_roles,
 )
@@ -74,7 +75,7 @@ class _Trial:
     @property
     def _batch(self) -> Batch:
         ranks = self.layout.world_size
-        tokens = TOKENS if TOKENS % ranks == 0 else 2 * ranks
+        tokens = self.small.tokens or (TOKENS if TOKENS % ranks == 0 else 2 * ranks)
         return words(max(ranks, 2), tokens, self.small.words, self.small.padding)
 
     def check_finite(self) -> None:
@@ -207,7 +208,8 @@ def check_sequence(
         return strategy, specs, lambda name, rows: rows, lambda name: Share()
 
     def tried(small: SmallCopy, _: bool) -> tuple[SmallCopy, Difference | None]:
-        batch = words(2, max(TOKENS, 2 * layout.world_size), small.words, small.padding)
+        tokens = small.tokens or max(TOKENS, 2 * layout.world_size)
+        batch = words(2, tokens, small.words, small.padding)
         if small.has_all_blocks:
             check_finite(small.model, batch, criterion)
         return small, prove(small.model, batch, across, layout, criterion)
@@ -300,7 +302,7 @@ def check_samples_apart(model: nn.Module, cuts: Sequence[str]) -> FirstBatch | N
         return None
 
     def tried(small: SmallCopy, _: bool) -> str:
-        batch = words(4, TOKENS, small.words, ())
+        batch = words(4, small.tokens or TOKENS, small.words, ())
         return difference_of_parts(small.model, batch, batch.cut(2))
 
     try:
@@ -391,9 +393,15 @@ def on_a_copy(
     for narrow, limit_bytes in _forms(model, roles):
         limit_bytes = min(limit_bytes, MOST_QUICK_BYTES) if is_quick else limit_bytes
         try:
-            return look(small_copy(model, roles, narrow, limit_bytes, keeps_all=keeps_all), narrow is None)
-        except (NoCopyError, NotRunError) as error:
+            small = small_copy(model, roles, narrow, limit_bytes, keeps_all=keeps_all)
+        except NoCopyError as error:
             why = str(error)
+            continue
+        for tokens in (None, *own_lengths(small.model)):
+            try:
+                return look(replace(small, tokens=tokens), narrow is None)
+            except (NoCopyError, NotRunError) as error:
+                why = str(error) if tokens is None else why
     raise NoCopyError(why)
 
 

@@ -30,6 +30,7 @@ from colossal_lite.transforms.activation_checkpoint import blocks_of
 ROWS = 37
 """Words of the copy: few, and a number that few numbers of ranks divide, so that padding is in it."""
 POSITIONS, TOKENS = 64, 8
+MOST_TOKENS = 128
 LIMIT_BYTES = 256 << 20
 """Two blocks as wide as 1,024, of a model whose widths cannot be divided."""
 KEPT_ALIKE = 2
@@ -84,6 +85,8 @@ class SmallCopy:
     padding: tuple[int, ...]
     """Words whose rows are not trained."""
     has_all_blocks: bool = False
+    tokens: int | None = None
+    """Of each sequence, where the model takes no other length; None: any."""
 
 
 class NoCopyError(ValueError):
@@ -236,12 +239,24 @@ def few_tokens(model: nn.Module) -> int:
     return min(TOKENS, stated)
 
 
-def few_ids(model: nn.Module, samples: int = 2) -> Tensor:
+def own_lengths(model: nn.Module) -> tuple[int, ...]:
+    """Lengths of sequences that a model may be made for: rows of tensors that its own classes hold, as `x + self.table`
+    reads them. Few of them, and none that takes long."""
+    own = (m for m in model.modules() if not type(m).__module__.startswith("torch."))
+    held = (x for m in own for x in (*m.parameters(recurse=False), *m.buffers(recurse=False)) if x.dim() > 1)
+    found = dict.fromkeys(
+        x.shape[-2] for x in held if 1 < x.shape[-2] <= MOST_TOKENS and x.shape[-2] != TOKENS
+    )
+    return tuple(found)[:3]
+
+
+def few_ids(model: nn.Module, samples: int = 2, tokens: int | None = None) -> Tensor:
     """Ids [samples, tokens] that every table of a model has, other ones in each sample, on its device."""
     rows = min((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=TOKENS)
     device = next(model.parameters()).device
     sample = torch.arange(samples, device=device)[:, None]
-    return ((sample + 1) * torch.arange(few_tokens(model), device=device) + sample).remainder(max(rows, 1))
+    place = torch.arange(tokens or few_tokens(model), device=device)
+    return ((sample + 1) * place + sample).remainder(max(rows, 1))
 
 
 def _shape(parameter: Tensor, rows: int | None, narrow: Narrowing | None) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from colossal_lite.parallel.small_copy import (
     deep_copy,
     few_ids,
     few_tokens,
+    own_lengths,
     small_copy,
     table_roles,
 )
@@ -107,6 +108,8 @@ class TracedCopy:
 
     model: nn.Module
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    tokens: int | None = None
+    """Of a sequence, where the model takes no other length."""
 
     @property
     def has_values(self) -> bool:
@@ -116,7 +119,7 @@ class TracedCopy:
     def running(self) -> Iterator[Tensor]:
         """Context: the ids for a forward, and the settings under which every trace of the model runs it."""
         with self.around():
-            ids = few_ids(self.model)
+            ids = few_ids(self.model, tokens=self.tokens)
             with torch.random.fork_rng(devices=[]), ids.device, Plainly():
                 yield ids
 
@@ -141,13 +144,15 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, TracedCopy]:
     except NoCopyError as error:
         bare, why = on_meta_copy(model), f" without values ({error})"
         copies = [TracedCopy(bare), TracedCopy(bare, ValuesOfIds)]
-    for each in copies:
+    lengths = (None, *own_lengths(model))
+    for each in (replace(each, tokens=tokens) for tokens in lengths for each in copies):
         try:
             return _watched(each, blocks), each
         except UnitsError:
             raise
         except Exception as error:  # of the model's own code
-            failed, tokens = error, few_tokens(each.model)
+            if each.tokens is None:
+                failed, tokens = error, few_tokens(each.model)
     told = f"{type(failed).__name__}: {(str(failed).splitlines() or [''])[0][:200]}"
     raise UnitsError(
         f"parallel.pipeline: a copy of {type(model).__name__}{why} does not run on ids [2, {tokens}] alone: {told}. "

@@ -562,7 +562,7 @@ def test_a_penalty_on_weights_is_refused_where_a_rank_has_a_part_of_them(
         if of == "logits":
             assert told == "" and loss == pytest.approx(truth, rel=1e-12)
         else:
-            assert "the loss reads" in told and ".weight, not by the outputs of engine(x)" in told
+            assert "the loss reads" in told and ".weight, not by whole outputs of engine(x)" in told
 
 
 def copied(env: RankEnv, stage: int) -> tuple[str, float]:

@@ -71,6 +71,20 @@ class AnObject(Attentive):
         return Outputs(super().forward(ids))
 
 
+class FixedLength(Attentive):
+    """Takes sequences of one length alone, which no setting states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(TOKENS, D))
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.words(ids) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class NamedResult(Attentive):
     """Reads a result of torch by its name."""
 
@@ -182,6 +196,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "moving statistics": lambda: FrozenStatistics(stays=0),
     "later moving statistics": lambda: FrozenStatistics(stays=2),
     "named result": NamedResult,
+    "fixed length": FixedLength,
     "func": lambda: Force("func"),
     "autograd": lambda: Force("autograd"),
     "scripted": lambda: nn.Sequential(nn.Embedding(V, D), torch.jit.script(nn.Linear(D, V))),
@@ -242,6 +257,9 @@ STAGES = dict(pipeline=dict(size=2, micro_batches=2))
         ("object", dict(parallel=CUT)),
         ("object", dict(parallel=STAGES)),
         ("named result", dict(parallel=dict(sequence=2))),
+        ("fixed length", dict(parallel=CUT)),
+        ("fixed length", dict(parallel=STAGES)),
+        ("fixed length", dict(zero=dict(stage=2))),
         ("frozen dropout", dict(parallel=STAGES)),
         ("frozen dropout", dict(zero=dict(stage=3))),
         ("frozen statistics", dict(zero=dict(stage=2))),
