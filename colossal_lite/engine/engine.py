@@ -59,6 +59,7 @@ from colossal_lite.engine.stopping import StopPoint
 from colossal_lite.engine.update_watch import UpdateWatch
 from colossal_lite.engine.user_loop import UserLoop
 from colossal_lite.memory.packing import stages_of
+from colossal_lite.memory.pinned import give_back_freed
 from colossal_lite.numerics.lr_schedules import learning_rate_factor
 from colossal_lite.numerics.precision import LossScale
 from colossal_lite.numerics.random import CountedOnly
@@ -101,7 +102,7 @@ class Engine:
         config, mesh, done = context.config, context.mesh, built.parallelized
         parts = assemble(built, context, optimizer)
         self.model, self.context, self.mesh = built.model, context, mesh
-        self.is_closed = False
+        self.is_closed, self._is_first_step = False, True
         self._parts, self._parallelized, self._stages = parts, done, built.stages
         self._streams, self._auxiliary = built.streams, done.auxiliary
         self._chunks, self._packed = built.chunks, built.packed
@@ -236,6 +237,9 @@ class Engine:
         else:
             self._weights.update(deferred)
         self._open.number += 1
+        if self._is_first_step and self.context.device.type == "cpu":
+            give_back_freed()  # memory that lies between what the first step has allocated for good
+        self._is_first_step = False
         self.mesh.progress.phase, self.mesh.progress.step = "between steps", self.steps
         rate = self._optimizer.peak_lr * factor
         result = StepResult(self.steps, totals.mean_loss, totals.grad_norm, tokens, skipped, rate)
