@@ -27,7 +27,7 @@ from colossal_lite.parallel.whole_sizes import without_parts
 from colossal_lite.zero.build_chunks import sharding_of
 
 ALIKE = 1e-5
-"""Of the sum of absolute values: how far weighted sums of an output may be apart on ranks that have the same."""
+"""How far weighted sums of an output may be apart on ranks that have the same, as a share of the absolute sum."""
 FROM_MODEL = "of the outputs of a model"
 """Metadata of the nodes by which the graph of a loss enters the model."""
 

@@ -297,7 +297,8 @@ def check_samples_apart(model: nn.Module, cuts: Sequence[str]) -> FirstBatch | N
     On a quick small copy, losses and gradients of two halves must add up to those of the whole. Nothing is
     communicated.
 
-    Returns what looks at the first batch of a model that does not run on random words; None if it is too large."""
+    A model that does not run on random words is looked at with its first batch, by the result. None: no such model, or
+    too large a one."""
     if not cuts or is_our_own(model, {}):
         return None
 

@@ -240,8 +240,8 @@ def few_tokens(model: nn.Module) -> int:
 
 
 def own_lengths(model: nn.Module) -> tuple[int, ...]:
-    """Lengths of sequences that a model may be made for: rows of tensors that its own classes hold, as `x + self.table`
-    reads them. Few of them, and none that takes long."""
+    """Lengths of sequences that a model may be made for: rows of tensors that its own classes hold. Few of them, and
+    none that takes long. `x + self.table` takes no other length."""
     own = (m for m in model.modules() if not type(m).__module__.startswith("torch."))
     held = (x for m in own for x in (*m.parameters(recurse=False), *m.buffers(recurse=False)) if x.dim() > 1)
     found = dict.fromkeys(
