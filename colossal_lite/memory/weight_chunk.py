@@ -122,6 +122,8 @@ class WeightChunk:
         self.local_shard = kept if self.is_sharded else kept[slice(*self.owned)]
         self._parameters: list[nn.Parameter] = []
         self._placeholders: list[Tensor] = []
+        self._views: list[tuple[torch.Size, tuple[int, ...], int]] = []
+        """Shape, strides and first element of each parameter."""
         self.weights = WeightState.SHARDED if self.is_sharded else WeightState.WHOLE
         self.version = 0
         """How often the weights have changed."""
@@ -167,6 +169,8 @@ class WeightChunk:
         later."""
         self._parameters = [parameters[entry.name] for entry in self.spec.entries]
         self._placeholders = [self._nowhere.expand(p.shape) for p in self._parameters]
+        starts = (entry.start for entry in self.spec.entries)
+        self._views = [(p.shape, _strides(p.shape), s) for p, s in zip(self._parameters, starts, strict=True)]
         if initial is not None:
             least = 1 << (16 if self.device.type == "cpu" else 22)  # what the cache holds; megabytes a launch
             for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
@@ -380,9 +384,10 @@ class WeightChunk:
         return self.placeholder if self.is_sharded else self._storage
 
     def _show(self) -> None:
-        self._storage = self.full_weight.untyped_storage()._cdata
-        for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
-            parameter.data = self.of(self.full_weight, entry, parameter.shape)
+        value = self.full_weight
+        self._storage, start = value.untyped_storage()._cdata, value.storage_offset()
+        for (shape, strides, first), parameter in zip(self._views, self._parameters, strict=True):
+            parameter.data = value.as_strided(shape, strides, start + first)
 
     def _hide_own(self) -> None:
         """Hide weights that are all here. What was changed in them before stays changed."""

@@ -85,6 +85,7 @@ class StageGather(ShardedWeights):
                 device = next(iter(self._all.values())).device
                 records.slots.reserve(slots.arena_numel * self._dtype.itemsize, device)
             self._shared_arena = records.slots.arena
+            self._note_arenas()
 
     def gather(self, action: Action) -> None:
         index = action.chunk
@@ -123,8 +124,7 @@ class StageGather(ShardedWeights):
             yield
 
     def _refuse_read(self, chunk: WeightChunk) -> None:
-        stages = stages_of(chunk.spec)
-        if not self._is_traced or self._stage in stages or self._stage < min(stages):
+        if not self._is_traced or self._stage in stages_of(chunk.spec):
             super()._refuse_read(chunk)
 
     @property

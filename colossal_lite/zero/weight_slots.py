@@ -38,6 +38,8 @@ class ShardedWeights(ForwardGates):
         self._in_shared: set[int] = set()
         """Chunks whose slots lie in an arena of all engines of a store."""
         self._shared_arena: Tensor | None = None
+        self._slots_in: set[int] = set()
+        """Identities of the storages of both arenas; empty while there is none."""
         self._most_shared_numel = 0
         self.most_numel = self.most_held_numel = 0
         """Elements of the arena up to the furthest that was used, and the most that were used at once."""
@@ -78,6 +80,11 @@ class ShardedWeights(ForwardGates):
         device = next(iter(self._all.values())).device
         self._arena = None  # before there is another
         self._arena = zeros_on(device, numel, self._dtype)
+        self._note_arenas()
+
+    def _note_arenas(self) -> None:
+        arenas = (arena for arena in (self._arena, self._shared_arena) if arena is not None)
+        self._slots_in = {arena.untyped_storage()._cdata for arena in arenas}
 
     def flush(self) -> None:
         """Run every deferred update."""
@@ -109,8 +116,7 @@ class ShardedWeights(ForwardGates):
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | SavedView:
         storage = tensor.untyped_storage()._cdata
-        arenas = [arena for arena in (self._arena, self._shared_arena) if arena is not None]
-        if not arenas or any(storage == arena.untyped_storage()._cdata for arena in arenas):
+        if not self._slots_in or storage in self._slots_in:
             for index in self._resident:
                 if (view := self._all[index].saved(tensor)) is not None:
                     return view

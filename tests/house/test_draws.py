@@ -188,6 +188,26 @@ def test_a_weight_that_comes_back_to_zero_moved_by_no_more_than_its_signs() -> N
     assert "moved by more than two signs" in signs.fault
 
 
+@pytest.mark.parametrize("when", ["now", "before"])
+def test_at_a_rate_of_zero_only_a_weight_that_is_taken_over_now_has_what_earlier_steps_moved(
+    when: str,
+) -> None:
+    case, seen, states = lion_run("fp64", "least")
+    case = replace(case, config=case.config | dict(lr_scheduler=dict(type="linear", total_steps=2)))
+    signs, loop = LionSigns(case, states, [False] * 4), PlainLoop(case, "fp64")
+    everything = {name: torch.ones_like(value, dtype=torch.bool) for name, value in states[0].items()}
+    nothing = {name: ~value for name, value in everything.items()}
+    signs.tossed = [nothing, everything if when == "before" else nothing, everything]
+    for number in range(3):
+        loop.step(number, skip=True)
+        states[number] = {name: value.clone() for name, value in loop.masters.items()}
+        if number == 2:
+            states[2] = {name: value + 0.2 * signs._rate for name, value in states[2].items()}
+        signs.check(loop, number)
+    assert max(group["lr"] for each in loop.optimizers for group in each.param_groups) == 0.0
+    assert ("moved by more than two signs" in signs.fault) == (when == "before")
+
+
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16"])
 def test_a_sign_that_rounding_decides_under_lion_is_taken_over_and_no_other(dtype: str) -> None:
     """The gradient of a key's bias is rounding alone."""

@@ -46,6 +46,7 @@ class LionSigns:
         self._averages: dict[tuple[str, tuple[float, float]], tuple[Tensor, float]] = {}
         """Of each parameter and pair of betas: the average, and how far rounding may have moved it."""
         self._before: dict[str, Tensor] = {}
+        self._rate = 0.0  # the largest so far
 
     def run(self, dtype: str) -> Truth:
         """The plain loop in `dtype`; the first has to be the one in fp64."""
@@ -105,11 +106,16 @@ class LionSigns:
         return {name: max(share * most[name], NARROW * off[name]) for name in gradients}
 
     def check(self, loop: PlainLoop, number: int) -> None:
-        """A weight that is taken over differs by the two signs alone."""
+        """A weight that is taken over differs by the two signs alone. One that is taken over for the first time has
+        what rounding moved in earlier steps as well, by their rates, which may have been larger."""
         rate = max(group["lr"] for each in loop.optimizers for group in each.param_groups)
-        most = 2.001 * rate + 1e-3 * max(max(peaks) for peaks in loop.peaks)
+        self._rate = max(self._rate, rate)
+        peak = 1e-3 * max(max(peaks) for peaks in loop.peaks)
+        before = self.tossed[number - 1] if number else {}
         for name, tossed in self.tossed[number].items():
             own, mine = self.states[number][name].double()[tossed], loop.masters[name].double()[tossed]
+            is_new = ~before[name][tossed] if name in before else torch.ones_like(own, dtype=torch.bool)
+            most = 2.001 * torch.where(is_new, self._rate, rate) + peak
             slack = 2 * ROUNDING.get(self.case.dtype, 1e-6) * own.abs()
             if bool(((own - mine).abs() > most + slack).any()):
                 self.fault = self.fault or f"step {number}: {name} moved by more than two signs of Lion"
