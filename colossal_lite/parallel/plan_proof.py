@@ -209,6 +209,10 @@ def check_sequence(
 
     def tried(small: SmallCopy, _: bool) -> tuple[SmallCopy, Difference | None]:
         tokens = small.tokens or max(TOKENS, 2 * layout.world_size)
+        if small.tokens is not None and tokens % (2 * layout.world_size):
+            raise NotRunError(
+                f"sequences of {tokens} tokens alone, which {layout.world_size} ranks do not divide"
+            )
         batch = words(2, tokens, small.words, small.padding)
         if small.has_all_blocks:
             check_finite(small.model, batch, criterion)

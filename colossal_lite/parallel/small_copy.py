@@ -240,9 +240,9 @@ def few_tokens(model: nn.Module) -> int:
 
 
 def own_lengths(model: nn.Module) -> tuple[int, ...]:
-    """Lengths of sequences that a model may be made for: rows of tensors that its own classes hold. Few of them, and
-    none that takes long. `x + self.table` takes no other length."""
-    own = (m for m in model.modules() if not type(m).__module__.startswith("torch."))
+    """Lengths of sequences that a model may be made for: rows of tensors that it holds beside its layers. Few of them,
+    and none that takes long. `x + self.table` takes no other length."""
+    own = (m for m in model.modules() if any(True for _ in m.children()))
     held = (x for m in own for x in (*m.parameters(recurse=False), *m.buffers(recurse=False)) if x.dim() > 1)
     found = dict.fromkeys(
         x.shape[-2] for x in held if 1 < x.shape[-2] <= MOST_TOKENS and x.shape[-2] != TOKENS

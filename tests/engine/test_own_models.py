@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import colossal_lite as cl
+from colossal_lite.parallel.small_copy import own_lengths
 from tests.shared.plain_loop import batches, plain_run
 from tests.shared.pool import RankEnv, run_world
 
@@ -539,3 +540,10 @@ def test_a_call_of_a_model_in_parts_is_refused_unless_its_engine_makes_it(parall
         assert "so a call of it gives parts" in beside and "engine.full_state_dict()" in beside
         assert after == beside and "a model built anew" in again
     assert run_world(called_directly, 2, {}) == [[], []]
+
+
+def test_lengths_of_a_model_s_own_are_rows_beside_its_layers() -> None:
+    model = FixedLength()
+    model.blocks[0].table = nn.Parameter(torch.zeros(5, D))  # type: ignore[union-attr]
+    model.head.table = nn.Parameter(torch.zeros(7, D))
+    assert own_lengths(model) == (TOKENS, 5), "none of a layer"
