@@ -51,7 +51,7 @@ from colossal_lite.parallel.loss import Criterion, Loss
 from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
 from colossal_lite.parallel.padding import sees_padding
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
-from colossal_lite.parallel.plan_proof import check_samples_apart
+from colossal_lite.parallel.plan_proof import FirstBatch, check_samples_apart
 from colossal_lite.parallel.sequence_parallel import sees_whole_sequences
 from colossal_lite.parallel.tensor_modes import Form
 from colossal_lite.pipeline.layer_profile import Profiler
@@ -62,7 +62,12 @@ from colossal_lite.planner.dry_run import ValuesError
 from colossal_lite.planner.planner import plan as plan_of
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.activation_checkpoint import apply_activation_checkpoint, blocks_of
-from colossal_lite.transforms.batch_statistics import check_batchwide, check_max_norm, check_tables
+from colossal_lite.transforms.batch_statistics import (
+    check_batchwide,
+    check_max_norm,
+    check_tables,
+    hold_statistics,
+)
 from colossal_lite.transforms.compile import compile_blocks
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
 from colossal_lite.zero.device_room import room_problems
@@ -135,8 +140,7 @@ def _initialize(
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
     facts = _check_model(module, context)
-    first_batch = check_samples_apart(module, _cuts(context, splits(config)))
-    pads_alone = context.mesh.size("data") > 1 and sees_padding(module)
+    first_batch, pads_alone = _of_batches(module, context)
     if isinstance(criterion, str) and criterion != "model":
         raise ValueError(f"criterion={criterion!r}; legal: a callable, 'model' or None")
     loss = _own_loss(module, context) if isinstance(criterion, str) else criterion
@@ -185,9 +189,17 @@ def _initialize(
         outlives=outlives, first_batch=first_batch, sees_padding=pads_alone,
     )  # fmt: skip
     engine = Engine(built, context, loss, optimizer, forecast_batch)
+    hold_statistics(module, _cuts(context, repeats(config)))
     context.models.add(module)
     engine.on_step(partial(_tell_of_end, context), reads_weights=False)
     return engine
+
+
+def _of_batches(module: nn.Module, context: Context) -> tuple[FirstBatch | None, bool]:
+    """What looks at the first batch, and whether data ranks must pad to one length. Raises ValueError for a model whose
+    samples see each other, where a batch is cut."""
+    first_batch = check_samples_apart(module, _cuts(context, splits(context.config)))
+    return first_batch, context.mesh.size("data") > 1 and sees_padding(module)
 
 
 def _check_device(context: Context) -> None:
@@ -231,10 +243,11 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
         context.config.check_model(facts)
     if not any(p.requires_grad for p in module.parameters()):
         raise ValueError("model: no parameter requires a gradient; there is nothing to train")
-    if name := next((n for n, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)), None):
+    scripted = next((n for n, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+    if scripted is not None:
         raise ValueError(
-            f"model: {name} is a torch.jit module, which takes no hooks; legal: the module before torch.jit.script or "
-            f"trace"
+            f"model: {scripted or 'it'} is a torch.jit module, which takes no hooks; legal: the module before "
+            f"torch.jit.script or trace"
         )
     check_labels_optional(module)
     check_batchwide(module, _cuts(context, repeats(context.config)))

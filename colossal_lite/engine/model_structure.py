@@ -1,4 +1,4 @@
-"""Checks a model's tensors before an engine, and whether it still has them later.
+"""Checks a model's tensors before an engine, whether it still has them later, and who calls it.
 
 Note: an engine trains the Parameter objects that it was given.  Another one in their place, or one that begins to train
 later, would get no update, and no error.  Cost: a look at each module and parameter in a step, some microseconds for a

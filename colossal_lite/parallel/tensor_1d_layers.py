@@ -441,7 +441,7 @@ class _CrossEntropy(Function):
         ctx: Any, logits: Tensor, labels: Tensor, comm: Communicator, ops: Ops, vocabulary: int
     ) -> Tensor:
         ctx.start, ctx.ops, ctx.vocabulary = comm.coord * logits.shape[1], ops, vocabulary
-        stats = comm.all_gather(ops.cross_entropy_partial(logits, labels, ctx.start).unsqueeze(0))
+        stats = comm.all_gather(ops.cross_entropy_partial(logits, labels, ctx.start, vocabulary).unsqueeze(0))
         total, _, lse = ops.cross_entropy_combine(stats, labels, vocabulary)
         ctx.save_for_backward(logits, labels, lse)
         result: Tensor = total

@@ -31,19 +31,26 @@ def is_over_the_batch(module: nn.Module) -> bool:
 def check_batchwide(model: nn.Module, cuts: Sequence[str]) -> None:
     """Raises ValueError for a module over the batch if settings `cuts` (as a user writes them) split the batch.
 
-    One with running statistics that `model.train()` leaves in evaluation reads no batch. Its forward raises ValueError
-    in training, until `free_statistics`."""
-    over = {name: each for name, each in model.named_modules() if cuts and is_over_the_batch(each)}
-    if over:
-        modes = {each: each.training for each in model.modules()}
-        model.train()
-        found = [(n, e) for n, e in over.items() if e.training or getattr(e, "running_mean", None) is None]
-        for each, mode in modes.items():
-            each.training = mode
-        for name, each in found:
-            _refuse(name, each, cuts)
-        for name, each in over.items():
-            each.__dict__[WATCH] = each.register_forward_pre_hook(partial(_stay_in_evaluation, name, cuts))
+    One with running statistics that `model.train()` leaves in evaluation reads no batch (`hold_statistics`)."""
+    if not (over := _over_the_batch(model, cuts)):
+        return
+    modes = {each: each.training for each in model.modules()}
+    model.train()
+    found = [(n, e) for n, e in over.items() if e.training or getattr(e, "running_mean", None) is None]
+    for each, mode in modes.items():
+        each.training = mode
+    for name, each in found:
+        _refuse(name, each, cuts)
+
+
+def hold_statistics(model: nn.Module, cuts: Sequence[str]) -> None:
+    """Have the modules over the batch raise ValueError where they train later, until `free_statistics`."""
+    for name, each in _over_the_batch(model, cuts).items():
+        each.__dict__[WATCH] = each.register_forward_pre_hook(partial(_stay_in_evaluation, name, cuts))
+
+
+def _over_the_batch(model: nn.Module, cuts: Sequence[str]) -> dict[str, nn.Module]:
+    return {name: each for name, each in model.named_modules() if cuts and is_over_the_batch(each)}
 
 
 def _stay_in_evaluation(name: str, cuts: Sequence[str], each: nn.Module, args: object) -> None:
@@ -61,7 +68,7 @@ def _refuse(name: str, each: nn.Module, cuts: Sequence[str]) -> NoReturn:
 
 
 def free_statistics(model: nn.Module) -> None:
-    """Let modules over the batch train, which `check_batchwide` holds in evaluation."""
+    """Let modules over the batch train, which `hold_statistics` holds in evaluation."""
     for module in model.modules():
         if (handle := module.__dict__.pop(WATCH, None)) is not None:
             handle.remove()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import colossal_lite as cl
 from colossal_lite.parallel.small_copy import own_lengths
-from tests.shared.plain_loop import batches, plain_run
+from tests.shared.plain_loop import OfBlocks, batches, plain_run
 from tests.shared.pool import RankEnv, run_world
 
 V, D, STEPS, TOKENS = 16, 8, 3, 6
@@ -46,18 +46,9 @@ class Attending(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-class Attentive(nn.Module):
+class Attentive(OfBlocks):
     def __init__(self, way: str = "") -> None:
-        super().__init__()
-        self.words = nn.Embedding(V, D)
-        self.blocks = nn.ModuleList(Attending(way) for _ in range(2))
-        self.head = nn.Linear(D, V)
-
-    def forward(self, ids: Tensor) -> Any:
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(V, D, (Attending(way) for _ in range(2)))
 
 
 @dataclass
@@ -103,13 +94,11 @@ class Tanh(nn.Module):
         return x + self.drop(torch.tanh(self.inner(x)))
 
 
-class FrozenDropout(nn.Module):
+class FrozenDropout(OfBlocks):
     """Its own `train()` leaves modules within the blocks in evaluation."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(V, D), nn.Linear(D, V)
-        self.blocks = nn.ModuleList(nn.Sequential(Tanh(), Tanh()) for _ in range(2))
+        super().__init__(V, D, (nn.Sequential(Tanh(), Tanh()) for _ in range(2)))
 
     def train(self, mode: bool = True) -> FrozenDropout:
         super().train(mode)
@@ -119,12 +108,22 @@ class FrozenDropout(nn.Module):
                 inner.drop.eval()
         return self
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+
+class AlphaDropout(OfBlocks):
+    """Drops features between two linears of a block."""
+
+    def __init__(self) -> None:
+        super().__init__(V, D, (AlphaDropped() for _ in range(2)))
+
+
+class AlphaDropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(F.alpha_dropout(self.up(x).tanh(), 0.3, self.training))
+        return y
 
 
 class FrozenStatistics(nn.Module):
@@ -171,13 +170,11 @@ class Force(nn.Module):
         return logits
 
 
-class Recomputing(nn.Module):
+class Recomputing(OfBlocks):
     """Recomputes its blocks by torch's own function."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(V, D), nn.Linear(D, V)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(2))
+        super().__init__(V, D, (nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(2)))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids)
@@ -201,6 +198,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "func": lambda: Force("func"),
     "autograd": lambda: Force("autograd"),
     "scripted": lambda: nn.Sequential(nn.Embedding(V, D), torch.jit.script(nn.Linear(D, V))),
+    "all scripted": lambda: torch.jit.script(nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V))),
+    "alpha dropout": AlphaDropout,
     "recomputing": Recomputing,
 }
 
@@ -281,11 +280,34 @@ def test_a_model_with_code_of_its_own_is_that_of_one_process(name: str, more: di
             torch.testing.assert_close(weights[key.removeprefix("inner.")], right, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("parallel", [CUT, WHOLE, dict(sequence=2), STAGES], ids=str)
+def test_alpha_dropout_draws_as_on_one_rank_wherever_features_or_tokens_are_cut(
+    parallel: dict[str, Any],
+) -> None:
+    ((losses, weights),) = run_world(trained, 1, "alpha dropout", {})
+    for found, state in run_world(trained, 2, "alpha dropout", dict(parallel=parallel)):
+        assert found == pytest.approx(losses, rel=1e-11)
+        for key, right in weights.items():
+            torch.testing.assert_close(state[key], right, rtol=1e-10, atol=1e-12)
+
+
+def test_an_initialize_that_fails_leaves_a_norm_free_to_train() -> None:
+    with cl.launch(SGD | dict(gradient_accumulation=2), rank=0, world_size=1) as context:
+        model = made("frozen statistics")
+        with pytest.raises(ValueError, match="optimizer"):
+            cl.initialize(model, context=context, optimizer=lambda parameters: None)
+        engine = cl.initialize(model, context=context)
+        engine.close()
+    model.norm.train()  # type: ignore[union-attr, operator]
+    model(batches(V, 1, TOKENS)[0][0])
+
+
 @pytest.mark.parametrize(
     "name, more, says",
     [
         ("later moving statistics", {}, ("norm is a BatchNorm1d", "data=2")),
         ("moving statistics", {}, ("norm is a BatchNorm1d", "own train() leaves in eval()")),
+        ("all scripted", {}, ("it is a torch.jit module",)),
         ("scripted", {}, ("1 is a torch.jit module", "the module before torch.jit.script")),
         ("func", dict(zero=dict(stage=3)), ("torch.func", "zero.stage=2", "torch.autograd.grad")),
         ("recomputing", dict(parallel=STAGES), ("does not run in parts", "activation_checkpoint")),

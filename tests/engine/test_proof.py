@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -158,6 +159,43 @@ def right(env: RankEnv, axis: str) -> proof.Proof:
     return proven(
         env, with_hook if axis != "tensor" else build, Config.load(dict(parallel={axis: 2})).check_world(2)
     )
+
+
+class Capped(Model):
+    """Bounds its logits, those of padding words too."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 3 * torch.tanh(super().forward(ids) / 3)
+
+
+def right_by_auto_plan(env: RankEnv, mode: str) -> proof.Proof:
+    tensor = dict(size=env.world_size, mode=mode)
+    config = Config.load(dict(parallel=dict(tensor=tensor))).check_world(env.world_size)
+    case = proof.case_of(config, Capped(), steps=2)
+    with env.launch(case.config) as context:
+        return proof.prove_on_rank(context, Capped, case)
+
+
+@pytest.mark.parametrize("mode, ranks", [("1d", 2), ("1d", 4), ("2d", 4)])
+def test_a_model_whose_code_sees_whole_sizes_and_changes_padded_logits_is_equal(
+    mode: str, ranks: int
+) -> None:
+    assert WORDS % 2, "so that the last rank has a word too many"
+    for found in run_world(right_by_auto_plan, ranks, mode):
+        assert not found.faults and found.compared > 100 and found.largest_error < 1e-12
+
+
+def seen_by_one_rank(env: RankEnv) -> int:
+    """Faults of this rank, where the first of several steps is wrong on the last rank alone."""
+    case = proof.case_of(Config.load(dict(parallel=dict(data=2))).check_world(2), Proven(), steps=3)
+    wrong = patch.object(proof, "_row_error", lambda *_: 1.0)
+    with env.launch(case.config) as context, wrong if env.rank else nullcontext():
+        return len(proof.prove_on_rank(context, Proven, case).faults)
+
+
+def test_a_fault_that_one_rank_sees_ends_the_proof_on_all() -> None:
+    first, last = run_world(seen_by_one_rank, 2)
+    assert first == 0 and last > 0
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])

@@ -221,3 +221,7 @@ def test_the_command_prints_a_plan_that_python_reads(
     assert scope["plan"]["transformer.h.*.attn.qkv"] == "colwise:2+1+1"
     assert main(["roles", f"{file}:missing"]) == 2
     assert "has no function missing" in capsys.readouterr().err
+    file.write_text("def build():\n    raise KeyError('no such size')\n")
+    assert main(["roles", f"{file}:build"]) == 2
+    told = capsys.readouterr().err
+    assert "KeyError: 'no such size'" in told and "Traceback" not in told

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import colossal_lite as cl
+from tests.shared.plain_loop import OfBlocks
 from tests.shared.pool import RankEnv, run_world
 
 V, D, STEPS = 13, 8, 3
@@ -44,27 +45,12 @@ class Block(nn.Module):
         return x + self.second(torch.tanh(self.first(self.norm(x))))
 
 
-class Model(nn.Module):
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.words = nn.Embedding(V, D)
-        self.blocks = nn.ModuleList(Block(way) for _ in range(4))
-        self.head = nn.Linear(D, V)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
 def trained(env: RankEnv, way: str, pipeline: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     ids = torch.randint(V, (STEPS, 4, 7), generator=torch.Generator().manual_seed(0))
     config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.3), timeout_s=60)
     torch.manual_seed(0)
     with env.launch(config | (dict(parallel=dict(pipeline=pipeline)) if pipeline else {})) as context:
-        engine = cl.initialize(Model(way).double(), context=context)
+        engine = cl.initialize(OfBlocks(V, D, (Block(way) for _ in range(4))).double(), context=context)
         losses = [float(engine.train_step((x[:, :-1].contiguous(), x[:, 1:].contiguous())).loss) for x in ids]
         return losses, engine.full_state_dict()
 

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+class OfBlocks(nn.Module):
+    """ids [B, T] to logits [B, T, vocabulary] through a table, blocks and a head."""
+
+    def __init__(self, vocabulary: int, width: int, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(vocabulary, width), nn.ModuleList(blocks)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 @dataclass(frozen=True)
