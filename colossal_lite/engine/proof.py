@@ -38,6 +38,8 @@ from colossal_lite.parallel.parallelize import FACT_NAMES, facts_of, parallelize
 from colossal_lite.parallel.small_copy import Wide
 from colossal_lite.parallel.whole_sizes import local
 
+CUT_WORDS = ("tensor.column", "tensor.j")
+"""Axes along which 2D and 3D modes cut logits."""
 TOLERANCE = 1e-9
 """Relative, of float64; for a gradient also a millionth of all gradients."""
 LEARNING_RATE = 0.1
@@ -383,9 +385,10 @@ def _row_error(part: _Part, whole: Tensor, context: Context) -> float | None:
         positions = positions.tensor_split(cuts)[context.mesh.coord("tensor")]
     if len(whole) <= int(samples.max()) or whole.shape[1] <= int(positions.max()):
         return None
-    ranks, width = context.mesh.size("tensor"), value.shape[-1]
+    axis = next((leaf.name for leaf in context.mesh.layout.leaves if leaf.name in CUT_WORDS), "tensor")
+    ranks, width = context.mesh.size(axis), value.shape[-1]
     if 0 < width * ranks - whole.shape[-1] < ranks:  # logits: the last ones are of no word
-        value = value[..., : max(whole.shape[-1] - width * context.mesh.coord("tensor"), 0)]
+        value = value[..., : max(whole.shape[-1] - width * context.mesh.coord(axis), 0)]
     rows = whole[samples][:, positions].flatten(0, 1).flatten(1)
     mine = value.flatten(0, 1).flatten(1)
     scale: float = float(rows.norm()) / math.sqrt(rows.numel()) + 1e-300
