@@ -7,7 +7,7 @@ ranks of one data coordinate.  Labels never reach the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +37,7 @@ class Batch:
 
     @property
     def inputs(self) -> Tensor:
-        return self.args[0] if self.args else self.kwargs["input_ids"]
+        return first_input(self.args, self.kwargs)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -104,6 +104,18 @@ class Batch:
             )
             for part in range(parts)
         )
+
+
+def first_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """What a model is called with that has a row for each sample: the first positional argument, `input_ids`, or the
+    first tensor by name. Raises ValueError if there is no tensor."""
+    for given in (*args[:1], kwargs.get("input_ids"), *kwargs.values()):
+        if isinstance(given, Tensor):
+            return given
+    raise ValueError(
+        f"batch: the model is called with {len(args)} positional arguments and the names {sorted(kwargs)}, and the "
+        f"first is no tensor. Legal: a tensor [B, ...] first, as input_ids or by another name"
+    )
 
 
 def read_batch(batch: Any, *, device: torch.device, first_sample: int = 0) -> Batch:

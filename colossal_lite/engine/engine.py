@@ -37,7 +37,7 @@ from torch import Tensor
 from colossal_lite.checkpoint.checkpointer import Saving
 from colossal_lite.checkpoint.run_state import Loaded
 from colossal_lite.config.config import Config
-from colossal_lite.data.batch import Batch
+from colossal_lite.data.batch import Batch, first_input
 from colossal_lite.engine.context import Context, noting_faults
 from colossal_lite.engine.determinism import enforced
 from colossal_lite.engine.engine_parts import Built, assemble
@@ -288,7 +288,7 @@ class Engine:
         self._state.refuse_changed("engine(x)")
         self._loss.refuse_calls(self.mesh.size("tensor"))
         local = self._loop.local_part(args, kwargs)
-        inputs = args[0] if args else kwargs["input_ids"]
+        inputs = first_input(args, kwargs)
         self._open.own_samples += inputs.shape[0] * torch.is_grad_enabled()
         self._forecast([inputs] * self.context.config.gradient_accumulation)
         drawn, watched = self._randomness.held(self.model.training), self._comparison.forward(local)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossal_lite.data.batch import Batch, read_batch
+from colossal_lite.data.batch import Batch, first_input, read_batch
 from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from colossal_lite.data.loader import apply_to_tensors
 from colossal_lite.engine.context import Context
@@ -63,7 +63,7 @@ class MicroBatches:
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Look at the arguments of a forward. Raises ValueError for a model whose samples see each other, by the first
         of several samples. And for ids of other lengths on other ranks, if padding is seen; collective then."""
-        inputs = args[0] if args else kwargs["input_ids"]
+        inputs = first_input(args, kwargs)
         samples = len(inputs)
         if self._sees_padding and inputs.dim() == 2 and "attention_mask" not in kwargs:
             lengths = (

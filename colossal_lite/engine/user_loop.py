@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colossal_lite.config.config import Config
-from colossal_lite.data.batch import Batch
+from colossal_lite.data.batch import Batch, first_input
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.rank_comparison import RankComparison
@@ -63,7 +63,7 @@ class UserLoop:
         """This rank's part of the arguments of a call of the model. Sets the dropout counters."""
         self._refuse("engine(x)")
         self._updates.refuse_within("engine(x)")
-        inputs = args[0] if args else kwargs["input_ids"]
+        inputs = first_input(args, kwargs)
         self._comparison.add_batch({**{f"argument {n}": x for n, x in enumerate(args)}, **kwargs})
         self._micro_batches.look(args, kwargs)
         sizes = self._micro_batches.sizes(inputs)

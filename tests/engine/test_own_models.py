@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import colossal_lite as cl
+from colossal_lite.data.batch import first_input
 from colossal_lite.parallel.small_copy import own_lengths
 from tests.shared.plain_loop import OfBlocks, batches, plain_run
 from tests.shared.pool import RankEnv, run_world
@@ -350,8 +351,8 @@ def first_step(env: RankEnv, how: str, more: dict[str, Any], loop: str) -> str |
         engine = cl.initialize(SeesOthers(how).double(), context=context)
         mine = context.local_batch(4)
         try:
-            if loop == "own":
-                given = engine(vectors[mine])
+            if loop in ("own", "own, by name"):
+                given = engine(vectors[mine]) if loop == "own" else engine(x=vectors[mine])
                 given = given["scores"] if isinstance(given, dict) else given
                 engine.backward(F.cross_entropy(given, labels[mine]))
                 return float(engine.step().loss)
@@ -377,9 +378,15 @@ def test_the_first_batch_shows_that_samples_see_each_other_where_words_cannot(ho
 def test_a_model_of_vectors_whose_samples_are_apart_trains_on_parts_of_a_batch() -> None:
     (whole,) = run_world(first_step, 1, "apart", {}, "engine's")
     (turns,) = run_world(first_step, 1, "apart", dict(gradient_accumulation=2), "engine's")
-    assert [turns, *run_world(first_step, 2, "apart", {}, "engine's")] == pytest.approx(
-        3 * [whole], rel=1e-12
+    named = run_world(first_step, 2, "apart", {}, "own, by name")
+    assert [turns, *run_world(first_step, 2, "apart", {}, "engine's"), *named] == pytest.approx(
+        5 * [whole], rel=1e-12
     )
+
+
+def test_a_call_without_a_tensor_is_refused_by_its_names() -> None:
+    with pytest.raises(ValueError, match=r"1 positional arguments and the names \['scale'\]"):
+        first_input(([1, 2],), dict(scale=2.0))
 
 
 class Maps(nn.Module):
