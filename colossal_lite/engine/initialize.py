@@ -141,9 +141,7 @@ def _initialize(
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
     facts = _check_model(module, context)
     first_batch, pads_alone = _of_batches(module, context)
-    if isinstance(criterion, str) and criterion != "model":
-        raise ValueError(f"criterion={criterion!r}; legal: a callable, 'model' or None")
-    loss = _own_loss(module, context) if isinstance(criterion, str) else criterion
+    loss = _loss_by(criterion, module, context)
     _check_whole_sequences(module, context)
     streams = DropoutStreams(config.seed)
     # a batch of a criterion may have any inputs, and `plan` takes ids
@@ -193,6 +191,15 @@ def _initialize(
     context.models.add(module)
     engine.on_step(partial(_tell_of_end, context), reads_weights=False)
     return engine
+
+
+def _loss_by(
+    criterion: Criterion | Literal["model"] | None, module: nn.Module, context: Context
+) -> Criterion | ModelLoss | None:
+    """The callable that computes the loss; None: the engine's own."""
+    if isinstance(criterion, str) and criterion != "model":
+        raise ValueError(f"criterion={criterion!r}; legal: a callable, 'model' or None")
+    return _own_loss(module, context) if isinstance(criterion, str) else criterion
 
 
 def _of_batches(module: nn.Module, context: Context) -> tuple[FirstBatch | None, bool]:

@@ -26,6 +26,8 @@ from colossal_lite.config.memory_schema import UNITS, parse_bytes
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.memory.chunk import Chunk
+from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.models import GPTConfig
 from colossal_lite.numerics.random import on_meta
 from colossal_lite.parallel.parallelize import facts_of
@@ -44,6 +46,8 @@ from colossal_lite.planner.step_estimate import (
     samples_of,
 )
 from colossal_lite.planner.step_list import step_list
+from colossal_lite.schedule.gather_plan import GatherPlan
+from colossal_lite.schedule.plan import Plan
 from colossal_lite.schedule.update_rates import operations_of
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen
 
@@ -101,8 +105,6 @@ def plan(
     state = memory_rows(config, chunks, gathers, whole, costs[max(pieces)], frozen, operations)
     record_step(chunks, gathers, config, mesh, whole, frozen)
     traffic = _summed(mesh.ledger.rows(), [costs[samples] for samples in pieces if samples])
-    shape = shape_of(config, mesh.layout, one_stage(nn.Module()), packed, 1)
-    (actions,) = step_plan(config.parallel.pipeline, shape)
     return RunPlan(
         layout=mesh.layout.describe(),
         rank=rank,
@@ -117,13 +119,18 @@ def plan(
         memory_budget=str(state.placed or ""),
         link_bytes=state.link_bytes,
         updates=state.told,
-        step_list=step_list(
-            config, mesh, shape, actions, [chunk.spec.id for chunk in chunks], state.updates, gathers
-        )
-        if trains
-        else "",
+        step_list=_step_list(config, mesh, packed, chunks, state.updates, gathers) if trains else "",
         libraries_bytes=libraries_bytes(config),
     )
+
+
+def _step_list(
+    config: Config, mesh: Mesh, packed: Sequence[ChunkSpec], chunks: Sequence[Chunk], updates: Plan,
+    gathers: GatherPlan,
+) -> str:  # fmt: skip
+    shape = shape_of(config, mesh.layout, one_stage(nn.Module()), packed, 1)
+    (actions,) = step_plan(config.parallel.pipeline, shape)
+    return step_list(config, mesh, shape, actions, [chunk.spec.id for chunk in chunks], updates, gathers)
 
 
 def _measured(

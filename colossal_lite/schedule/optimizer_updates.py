@@ -160,12 +160,7 @@ def run_of(
     first = next((i for i, action in enumerate(moves) if action.kind is not ActionKind.FETCH), 0)
     first = first if prepares is None else min(first, prepares)
     leaving = [
-        [
-            replace(_action(ActionKind.EVICT, ChunkPart.GRADIENT.of(chunk, num_chunks)), stage=unit)
-            for chunk in reversed(chunks)
-            if early and chunk in on_host and ChunkPart.GRADIENT in on_host[chunk].down
-        ]
-        for unit, chunks in enumerate(units)
+        _leaving(unit, chunks, num_chunks, on_host if early else {}) for unit, chunks in enumerate(units)
     ]
     actions = _steps(steps, moves[:first], moves[first:], leaving)
     memory = memory_of(
@@ -186,6 +181,16 @@ def run_of(
         made={(0, stage): tuple(key for unit, key in gradients if unit == stage) for stage in stages},
         awaited={(0, unit): tuple((0, number) for number in numbers) for unit, numbers in awaited.items()},
     )
+
+
+def _leaving(
+    unit: int, chunks: Sequence[int], num_chunks: int, on_host: Mapping[int, Crossing]
+) -> list[Action]:
+    """The gradients of a unit that leave in backward, the last first, for updates `on_host`."""
+    down = [c for c in reversed(chunks) if c in on_host and ChunkPart.GRADIENT in on_host[c].down]
+    return [
+        replace(_action(ActionKind.EVICT, ChunkPart.GRADIENT.of(c, num_chunks)), stage=unit) for c in down
+    ]
 
 
 def _steps(
