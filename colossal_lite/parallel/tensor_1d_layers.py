@@ -201,14 +201,21 @@ class TablePart(nn.Module):
         return module
 
     def terms(self, ids: Tensor) -> Tensor:
-        """Rows [..., D] of ids [...]. Raises ValueError on a CPU for ids that the table has not."""
+        """Rows [..., D] of ids [...]. Raises ValueError on a CPU for ids that the table has not. On a GPU the lookup fails
+        for them, as in one table: a device-side assert."""
         if ids.device.type == "cpu" and ids.numel():
             low, high = (int(end) for end in ids.aminmax())
             if not 0 <= low <= high < self.words:
                 raise ValueError(f"embedding: ids from {low} to {high}; legal: 0 to {self.words - 1}")
         here = (ids >= self.start) & (ids < self.start + self.rows)
         local = torch.where(here, ids - self.start, 0)
+        if ids.device.type != "cpu":
+            local = self.failing(ids, local)
         return self._rows_of(local) * here.unsqueeze(-1)
+
+    def failing(self, ids: Tensor, local: Tensor) -> Tensor:
+        """The rows `local` for ids of the table, and for others a row that no part has."""
+        return torch.where((ids >= 0) & (ids < self.words), local, self.rows)
 
     def _rows_of(self, ids: Tensor) -> Tensor:
         if self.own is not None:

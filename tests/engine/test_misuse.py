@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import colossal_lite as cl
+from colossal_lite.parallel.tensor_1d_layers import TablePart
 from tests.shared.pool import RankEnv, run_world
 
 SGD = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), seed=3, timeout_s=30)
@@ -492,6 +494,15 @@ def test_ids_that_a_table_has_not_are_refused_as_by_one_rank(word: int) -> None:
     assert "out of range" in run_world(unknown_ids, 1, {}, word)[0]
     for told in run_world(unknown_ids, 2, dict(tensor=dict(size=2)), word):
         assert told == f"ValueError: embedding: ids from 1 to {word}; legal: 0 to 7"
+
+
+def test_on_a_device_that_raises_nothing_such_ids_look_up_a_row_that_no_part_has() -> None:
+    part = TablePart(nn.Parameter(torch.zeros(4, 3)), 1, nn.Embedding(7, 3))
+    ids, local = torch.tensor([-1, 0, 4, 6, 7, 500]), torch.tensor([0, 0, 0, 2, 3, 0])
+    assert part.failing(ids, local).tolist() == [4, 0, 0, 2, 4, 4]
+    with patch.object(part, "failing", wraps=part.failing) as asked:
+        part.to("meta").terms(ids.to("meta"))
+    assert asked.call_count == 1
 
 
 def told_calls(env: RankEnv, stage: int) -> list[str]:
