@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from colossal_lite.config.pipeline_schema import PipelineConfig
@@ -22,7 +21,12 @@ from colossal_lite.pipeline.model_units import Carried, Sections, WholeSections,
 from colossal_lite.pipeline.partition import Partition, PartitionFacts, Unit, held, partition
 from colossal_lite.pipeline.runtime import flat
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, plans_by_placement
-from colossal_lite.pipeline.traced_sections import OtherStageModule, TracedSections
+from colossal_lite.pipeline.traced_sections import (
+    OtherStageModule,
+    OtherStageParameter,
+    Progress,
+    TracedSections,
+)
 from colossal_lite.schedule.checker import Reading
 from colossal_lite.schedule.pipeline_schedules import ranks_of
 from colossal_lite.schedule.plan import Plan
@@ -215,6 +219,7 @@ def drop_other_stages(model: nn.Module, stages: Stages) -> None:
         ]
         for is_here in (True, False)
     }
+    progress = stages.sections.progress if isinstance(stages.sections, TracedSections) else Progress()
     kept = {name for part in parts[True] for name in (*part.modules, *part.parameters)}
     for part in parts[False]:
         for name in {*part.modules} - kept:
@@ -222,10 +227,8 @@ def drop_other_stages(model: nn.Module, stages: Stages) -> None:
             setattr(parent, child, OtherStageModule(name, part.name, model.get_submodule(name)))
         for name in {*part.parameters} - kept:
             parent, child = _place(model, name)
-            if (
-                own := parent._parameters.pop(child, None)
-            ) is not None:  # code that all stages run may read it
-                setattr(parent, child, torch.zeros((), dtype=own.dtype).expand(own.shape))
+            if (own := parent._parameters.pop(child, None)) is not None:
+                setattr(parent, child, OtherStageParameter.of(own, name, progress))
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -3,8 +3,9 @@
 Note: how a stretch runs.
 The model's own forward runs on every stage.  Until the first unit of the stretch, modules of other stages are replaced.
 Those beside the blocks give zeros of the right shape.  Blocks return their input, and the block before the stretch
-returns what came in.  At the end of the stretch the forward is left.  So masks, positions and tables are the model's
-own on every stage, and its code is not changed.
+returns what came in.  From then on a read of a module or parameter of another stage raises an error: a batch has taken
+a path that the trace has not seen.  At the end of the stretch the forward is left.  So masks, positions and tables are
+the model's own on every stage, and its code is not changed.
 Cost: the model's code before the first block
 runs on every stage, on zeros that hold one element.
 
@@ -25,10 +26,11 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointError
 
 from colossal_lite.data.batch import Batch
+from colossal_lite.numerics.torch_modes import tensors_in
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.pipeline.unit_trace import (
+    Argument,
     Passage,
-    Place,
     TracedCopy,
     UnitModules,
     UnitsError,
@@ -48,6 +50,7 @@ class TracedSections:
         """`shapes`: the modules beside the blocks on meta, which tell the shapes of what they would give."""
         self._model, self._trace, self._shapes = model, trace, dict(shapes)
         self.parts: tuple[UnitModules, ...] = trace.parts
+        self.progress = Progress()
 
     def on(self, model: nn.Module) -> TracedSections:
         """The same units of another build of the model."""
@@ -57,11 +60,11 @@ class TracedSections:
         """Units [start, stop) on what came in; the stream that goes out, or the model's outputs."""
         if start in self._trace.written:
             carried = carried.clone()
-        with ExitStack() as places:
+        with self.progress.before(start), ExitStack() as places:
             places.enter_context(_replaced(self._model, self._others(start, stop, carried)))
             if start == 1:
                 takes = self._trace.passages[0].takes
-                places.enter_context(_given(self._block(1), takes, carried))
+                places.enter_context(_given(self._block(1), takes, carried, self.progress))
             if 1 < stop < len(self.parts):
                 places.enter_context(_left_behind(self._block(stop - 1), self._trace.passages[stop - 2]))
             try:
@@ -92,13 +95,15 @@ class TracedSections:
         for part in self.parts[:start]:
             for name in part.modules:
                 if name not in own and name in self._shapes:
-                    by[name] = _Zeros(self._shapes[name], carried)
+                    by[name] = _Zeros(name, self._shapes[name], carried, self.progress)
         for unit in range(1, start):
             passage = self._trace.passages[unit - 1]
             came = carried if unit == start - 1 else None
-            by[self.parts[unit].name] = _Through(self._model, passage, came)
+            by[self.parts[unit].name] = _Through(self._model, passage, came, self.progress)
         if stop == 1:
-            by[self.parts[1].name] = _Through(self._model, self._trace.passages[0], None, leaves=True)
+            by[self.parts[1].name] = _Through(
+                self._model, self._trace.passages[0], None, self.progress, leaves=True
+            )
         return by
 
 
@@ -219,6 +224,59 @@ class OtherStageModule(nn.Module):
         raise RuntimeError(f"{name} is not on this rank: unit {unit!r} is on another pipeline stage")
 
 
+class Progress:
+    """Where the forward of a stage is."""
+
+    def __init__(self) -> None:
+        self.is_before = False
+        """Before the first unit of the stretch, where what is computed is not used."""
+
+    @contextmanager
+    def before(self, start: int) -> Iterator[None]:
+        """A forward whose stretch begins at unit `start`."""
+        self.is_before = start > 0
+        try:
+            yield
+        finally:
+            self.is_before = False
+
+    def check(self, name: str) -> None:
+        """Raises ValueError for a read of what is on another stage, but before the stretch."""
+        if not self.is_before:
+            raise ValueError(
+                f"parallel.pipeline: {name} is on another stage, and this batch takes a path on which it is read here. "
+                f"The model was traced on a small copy and a few random words, whose path is another. Legal: a "
+                f"model that reads the same weights for every batch; a method pipeline_sections() "
+                f"(docs/pipeline.md); or pipeline=1"
+            )
+
+
+class OtherStageParameter(Tensor):
+    """Stands where a parameter of another stage was: zeros, until the first unit of the stretch."""
+
+    _name: str
+    _at: Progress
+
+    @staticmethod
+    def of(parameter: Tensor, name: str, at: Progress) -> OtherStageParameter:
+        zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        made = zeros.as_subclass(OtherStageParameter)
+        made._name, made._at = name, at
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        if isinstance(out, bool | float) or tensors_in(
+            out
+        ):  # no shape or dtype, which all stages may ask for
+            for each in tensors_in((args, kwargs)):
+                if isinstance(each, cls):
+                    each._at.check(each._name)
+        return out
+
+
 class _Left(BaseException):  # noqa: N818  (no error; and no `except Exception` of a model may take it)
     """The stretch is done, and the forward is left."""
 
@@ -231,20 +289,21 @@ class _Through(nn.Module):
     """A block of another stage: it hands the stream through, or gives what came in, or leaves the forward."""
 
     def __init__(
-        self, model: nn.Module, passage: Passage, came: Tensor | None, *, leaves: bool = False
+        self, model: nn.Module, passage: Passage, came: Tensor | None, at: Progress, *, leaves: bool = False
     ) -> None:
         super().__init__()
         self.__dict__.update(settings_of(model.get_submodule(passage.block)))
-        self.passage, self.came, self.leaves = passage, came, leaves
+        self.passage, self.came, self.leaves, self.at = passage, came, leaves, at
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given: dict[Place, Any] = dict(enumerate(args))
+        given: dict[Argument, Any] = dict(enumerate(args))
         given.update(kwargs.items())
         passage = self.passage
         stream = given[passage.takes[0]]
         if self.leaves:
             raise _Left(stream)
-        stream = stream if self.came is None else self.came
+        if self.came is not None:
+            stream, self.at.is_before = self.came, False
         if passage.gives is None:
             return stream
         members = {p: None if by is None else given.get(by) for p, by in passage.members.items()}
@@ -257,12 +316,15 @@ class _Through(nn.Module):
 class _Zeros(nn.Module):
     """A module beside the blocks on another stage: zeros, of one element each, in the shape that it would give."""
 
-    def __init__(self, shaped: nn.Module, like: Tensor) -> None:
+    def __init__(self, name: str, shaped: nn.Module, like: Tensor, at: Progress) -> None:
         super().__init__()
         self.__dict__.update(settings_of(shaped))
+        self.name, self.at = name, at
         self.shaped, self.like = (shaped,), like  # in a tuple: no module of this one
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.at.check(self.name)
+
         def on_meta(value: Any) -> Any:
             return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
@@ -298,10 +360,11 @@ def _replaced(model: nn.Module, by: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _given(block: nn.Module, takes: Sequence[Place], carried: Tensor) -> Iterator[None]:
+def _given(block: nn.Module, takes: Sequence[Argument], carried: Tensor, at: Progress) -> Iterator[None]:
     """A block that gets what came in, in the place of the stream that the model's code hands it."""
 
     def swap(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        at.is_before = False
         return (
             tuple(carried if place in takes else value for place, value in enumerate(args)),
             {name: carried if name in takes else value for name, value in kwargs.items()},

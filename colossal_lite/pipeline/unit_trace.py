@@ -41,7 +41,7 @@ from colossal_lite.parallel.small_copy import (
 )
 from colossal_lite.transforms.activation_checkpoint import blocks_of
 
-Place = int | str
+Argument = int | str
 """An argument or a member of a result: its number, or its name."""
 
 
@@ -65,9 +65,9 @@ class Passage:
     `members`: of a result with several, the argument that each hands through, None for one that no block reads."""
 
     block: str
-    takes: tuple[Place, ...]
-    gives: Place | None
-    members: Mapping[Place, Place | None]
+    takes: tuple[Argument, ...]
+    gives: Argument | None
+    members: Mapping[Argument, Argument | None]
 
 
 @dataclass(frozen=True)
@@ -407,11 +407,11 @@ class _Watch(TorchDispatchMode):
 
     def _end(self, index: int, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         taken = self.passages[-1].takes
-        given: dict[Place, Any] = {**dict(enumerate(args)), **kwargs}
+        given: dict[Argument, Any] = {**dict(enumerate(args)), **kwargs}
         self.inside = None
         if isinstance(out, Tensor):
             return self._pass_on(out)
-        members: dict[Place, Any] = {}
+        members: dict[Argument, Any] = {}
         if isinstance(out, Mapping):
             members = dict(out)
         elif isinstance(out, tuple | list):
