@@ -62,7 +62,7 @@ class MicroBatches:
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Look at the arguments of a forward. Raises ValueError for a model whose samples see each other, by the first
-        of several samples. And for ids of other lengths on other ranks, if padding is seen; collective then."""
+        of several samples, or is another where a length takes another path. And for ids of other lengths on other ranks, if padding is seen; collective then."""
         inputs = first_input(args, kwargs)
         samples = len(inputs)
         if self._sees_padding and inputs.dim() == 2 and "attention_mask" not in kwargs:
@@ -75,6 +75,9 @@ class MicroBatches:
                     f"tokens see padding, so its numbers would depend on the number of ranks. Legal: one length, an "
                     f"attention_mask that the model takes, or data=1"
                 )
+        proofs = self._parallelized.lengths
+        if proofs is not None and samples and inputs.dim() == 2 and not inputs.is_floating_point():
+            proofs.check(inputs.shape[1])
         if self._first_batch is not None and torch.is_grad_enabled() and samples > 1:
             args, kwargs = apply_to_tensors((args, dict(kwargs)), to_host)
             self._first_batch.check(args, kwargs, samples)

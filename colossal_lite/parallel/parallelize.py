@@ -39,14 +39,15 @@ from colossal_lite.parallel.dropout_rows import (
     rows_behind,
 )
 from colossal_lite.parallel.fused_head import FusedHead, UnmadeLogits, fuse_head, head_of
+from colossal_lite.parallel.length_proof import LengthProofs, Proof, proofs_at
 from colossal_lite.parallel.lora import with_adapters
 from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.padding import Padding, padding_of
-from colossal_lite.parallel.plan_proof import check_plan, check_sequence, parts_of
+from colossal_lite.parallel.plan_proof import across_at, check_plan, check_sequence, parts_of, swapped_at
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import ROLES, Role, assign_roles, known_plan, with_new_names
 from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops, sees_whole_sequences
-from colossal_lite.parallel.small_copy import LENGTH_NAMES, NoCopyError
+from colossal_lite.parallel.small_copy import LENGTH_NAMES, NoCopyError, table_roles
 from colossal_lite.parallel.tensor_modes import (
     Form,
     LocalRows,
@@ -70,6 +71,8 @@ class Parallelized:
     auxiliary: AuxiliaryLosses
     plan: Mapping[str, str]
     padding: Padding
+    lengths: LengthProofs | None
+    """Proofs at other lengths; None where a rank sees whole sequences and sizes, or nothing runs."""
     form: Form = field(default_factory=Form)
     head: FusedHead | None = None
     """The head, if it can compute the loss."""
@@ -137,6 +140,7 @@ def parallelize(
         module, mesh, facts, chosen, roles, sequence_parallel=form.sequence_parallel, sequence_mode=sequence_mode,
         longest=stated_sizes(module, _shapes(module)).tokens, has_auxiliary=bool(emitting),
     )  # fmt: skip
+    lengths = _length_proofs(module, mesh, chosen, roles, form, sequence_mode, padding, criterion)
     if mesh.size("tensor") == 1:
         made = _serial(module)
     else:
@@ -155,7 +159,24 @@ def parallelize(
     auxiliary.bind(module, partial(_share, share_at, mesh.size("sequence")))
     give_ops(module, ops)
     fused = fuse_head(module, head, ops, is_cut=mesh.size("tensor") > 1)
-    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen, padding, form, fused)
+    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen, padding, lengths, form, fused)
+
+
+def _length_proofs(
+    module: nn.Module, mesh: Mesh, plan: Mapping[str, str], roles: Mapping[str, Role], form: Form,
+    sequence_mode: str, padding: Padding, criterion: ModelLoss | None,
+) -> LengthProofs | None:  # fmt: skip
+    proofs: list[Proof] = []
+    settings: list[str] = []
+    if mesh.size("tensor") > 1:
+        proofs.append(partial(swapped_at, mesh, form, criterion))
+        settings.append(f"parallel.tensor on {mesh.size('tensor')} ranks")
+    if mesh.size("sequence") > 1:
+        proofs.append(partial(across_at, mesh, sequence_mode, criterion))
+        settings.append(f"parallel.sequence on {mesh.size('sequence')} ranks")
+    if mesh.is_recording:
+        return None
+    return proofs_at(module, plan, roles or table_roles(module), proofs, padding, " and ".join(settings))
 
 
 def _check_compiled(module: nn.Module, form: Form, compiled: bool) -> None:

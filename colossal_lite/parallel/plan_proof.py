@@ -200,13 +200,6 @@ def check_sequence(
         return
     layout = _emulated_sequence(mesh, mode)
 
-    def across(module: nn.Module, rank: Mesh) -> ModeResult:
-        plain = Serial()
-        strategy, ops = across_sequence(module, rank, mode, plain, TORCH)
-        give_ops(module, ops)
-        specs = {name: plain.spec(name, tuple(p.shape)) for name, p in module.named_parameters()}
-        return strategy, specs, lambda name, rows: rows, lambda name: Share()
-
     def tried(small: SmallCopy, _: bool) -> tuple[SmallCopy, Difference | None]:
         tokens = small.tokens or max(TOKENS, 2 * layout.world_size)
         if small.tokens is not None and tokens % (2 * layout.world_size):
@@ -216,7 +209,7 @@ def check_sequence(
         batch = words(2, tokens, small.words, small.padding)
         if small.has_all_blocks:
             check_finite(small.model, batch, criterion)
-        return small, prove(small.model, batch, across, layout, criterion)
+        return small, prove(small.model, batch, partial(_across, mode), layout, criterion)
 
     try:
         try:
@@ -242,6 +235,30 @@ def check_sequence(
             f"F.scaled_dot_product_attention, or products of queries and keys, beside modules that act on each token "
             f"alone; or sequence=1"
         )
+
+
+def _across(mode: str, module: nn.Module, rank: Mesh) -> ModeResult:
+    """Have a copy see one rank's tokens."""
+    plain = Serial()
+    strategy, ops = across_sequence(module, rank, mode, plain, TORCH)
+    give_ops(module, ops)
+    specs = {name: plain.spec(name, tuple(p.shape)) for name, p in module.named_parameters()}
+    return strategy, specs, lambda name, rows: rows, lambda name: Share()
+
+
+def swapped_at(mesh: Mesh, form: Form, criterion: ModelLoss | None, small: SmallCopy, tokens: int) -> str:
+    """How a copy whose layers are swapped differs from the plain one at so many tokens, or "". Raises NoCopyError or
+    NotRunError."""
+    trial = _trial(replace(small, tokens=tokens), mesh, form, criterion, as_it_is=False)
+    found = trial.difference(small.roles, form)
+    return "" if found is None else found.what
+
+
+def across_at(mesh: Mesh, mode: str, criterion: ModelLoss | None, small: SmallCopy, tokens: int) -> str:
+    """As `swapped_at`, of a copy whose ranks see a part of each sequence."""
+    batch, layout = words(2, tokens, small.words, small.padding), _emulated_sequence(mesh, mode)
+    found = prove(small.model, batch, partial(_across, mode), layout, criterion)
+    return "" if found is None else found.what
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Difference:
 
 
 @dataclass
-class _Calls:
+class Calls:
     """Which modules of one model are being called."""
 
     stack: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ def prove(
     `criterion`: the loss is the model's own.  `model` has float64 values on the CPU and is changed in no way but its
     gradients. Raises NotRunError if it does not run by itself.
     """
-    calls = _Calls()
+    calls = Calls()
     plain = deep_copy(model).train()
     calls.watch(plain)
     with torch.random.fork_rng(devices=[]):
@@ -110,9 +110,7 @@ def prove(
             ) from error
         world = EmulatedWorld(LONGEST_S)
         meshes = Mesh.emulated(layout, world)
-        ranks = [
-            _Rank(deep_copy(model).train(), mesh, batch, replace, _Calls(), criterion) for mesh in meshes
-        ]
+        ranks = [_Rank(deep_copy(model).train(), mesh, batch, replace, Calls(), criterion) for mesh in meshes]
         try:
             found = run_emulated(world, [rank.differences(truth) for rank in ranks])
         except (_FailedError, EndedError) as failed:
@@ -236,7 +234,7 @@ class _Rank:
     mesh: Mesh
     batch: Batch
     replace: Replace
-    calls: _Calls
+    calls: Calls
     criterion: ModelLoss | None
 
     def differences(self, truth: _Run) -> Callable[[], Difference | None]:

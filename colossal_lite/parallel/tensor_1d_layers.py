@@ -201,8 +201,8 @@ class TablePart(nn.Module):
         return module
 
     def terms(self, ids: Tensor) -> Tensor:
-        """Rows [..., D] of ids [...]. Raises ValueError on a CPU for ids that the table has not. On a GPU the lookup fails
-        for them, as in one table: a device-side assert."""
+        """Rows [..., D] of ids [...]. Raises ValueError on a CPU for ids that the table has not. On a GPU the lookup
+        fails for them, as in one table: a device-side assert."""
         if ids.device.type == "cpu" and ids.numel():
             low, high = (int(end) for end in ids.aminmax())
             if not 0 <= low <= high < self.words:

@@ -1,0 +1,167 @@
+"""Proves a model again at lengths of sequences where its code takes another path.
+
+Note: paths.
+A proof runs a small copy on sequences of one length.  Code may decide by the length, as in `if x.shape[1] > window`.
+So before the first batch of a length the copy runs forward at it, in training and in evaluation.  Its path is the set
+of pairs of operations that follow each other, each with the module that runs it.  A pair that no proof has had, or that
+padding brings or takes, is proven: the swapped or padded copy must be the plain one at that length.  A loop over more
+tokens has no new pair.  Lengths at which the copy does not run are not seen, as tables of positions have few rows
+there.  Above `MOST_TOKENS` nothing is proven, and a new path is told.
+Cost: two forwards of a small copy for each new length, and seconds for a new path.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from colossal_lite.parallel.padding import Padding
+from colossal_lite.parallel.plan_proof import is_our_own, on_a_copy
+from colossal_lite.parallel.roles import Role
+from colossal_lite.parallel.small_copy import NoCopyError, Plainly, SmallCopy, deep_copy, few_tokens
+from colossal_lite.parallel.swap_proof import Calls, NotRunError, difference_of_parts, words
+
+MOST_TOKENS = 512
+Pair = tuple[tuple[str, str], tuple[str, str]]
+"""Two operations that follow each other, each with the module that runs it."""
+Proof = Callable[[SmallCopy, int], str]
+"""How a copy in parts differs from the plain one at so many tokens, or ""."""
+
+
+class _Path(TorchDispatchMode):
+    """Notes the pairs of operations of one forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.pairs = set[Pair]()
+        self._calls, self._last = Calls(), ("", "")
+        self._calls.watch(model)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps the method below, which imports its compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Blocks and experts are alike, and which expert has tokens is no path.
+        now = re.sub(r"\d+", "*", self._calls.place), str(func)
+        self.pairs.add((self._last, now))
+        self._last = now
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class LengthProofs:
+    """The paths of a model that are proven, and the proofs of new ones."""
+
+    small: SmallCopy
+    proofs: Sequence[Proof]
+    pads: Padding
+    cuts: str
+    """The settings that cut the model, for messages."""
+    proven: dict[bool, set[Pair] | None]
+    """Pairs of the paths that are proven, with values and on meta; None where the copy does not run so."""
+    _seen: set[int] = field(default_factory=set)
+    _is_told: bool = False
+
+    def check(self, tokens: int) -> None:
+        """Before a forward on sequences of `tokens`. Raises ValueError where the model is not that of one process on
+        the path which it takes."""
+        if tokens in self._seen:
+            return
+        self._seen.add(tokens)
+        padded, on_meta = tokens + -tokens % self.pads.parts, tokens > MOST_TOKENS
+        proven = self.proven[on_meta]
+        if proven is None:
+            return
+        try:
+            plain = pairs_of(self.small, tokens, on_meta=on_meta)
+            longer = plain if padded == tokens else pairs_of(self.small, padded, on_meta=on_meta)
+        except NotRunError:
+            return
+        is_new, is_other = not plain | longer <= proven, plain != longer
+        if on_meta and (is_new or is_other):
+            self._tell(tokens)
+        elif is_new or is_other:
+            found = self._difference(tokens, padded, is_new=is_new, is_other=is_other)
+            if found:
+                self._seen.discard(tokens)
+                raise ValueError(
+                    f"inputs: at {tokens} tokens the code of {self._kind} takes another path, and with {self.cuts} it "
+                    f"is not that of one process there. Found on a small copy: {found}. Legal: other lengths, code "
+                    f"that does not decide by the length, or no {self.cuts}"
+                )
+            proven |= plain | longer
+
+    def _difference(self, tokens: int, padded: int, *, is_new: bool, is_other: bool) -> str:
+        try:
+            found = [each for proof in self.proofs if is_new and (each := proof(self.small, padded))]
+            if is_other and not found:
+                batch = words(2, tokens, self.small.words, ())
+                part = difference_of_parts(
+                    self.small.model, batch, [replace(self.pads, longest=None).of(batch)]
+                )
+                found = [f"padding to {padded} tokens changes the {part}"] if part else []
+        except (NoCopyError, NotRunError):  # nothing can be said of it
+            return ""
+        return found[0] if found else ""
+
+    def _tell(self, tokens: int) -> None:
+        if not self._is_told:
+            self._is_told = True
+            warnings.warn(
+                f"inputs: at {tokens} tokens the code of {self._kind} takes a path that no proof has seen "
+                f"(docs/plans.md)",
+                stacklevel=5,
+            )
+
+    @property
+    def _kind(self) -> str:
+        return type(self.small.model).__name__
+
+
+def pairs_of(small: SmallCopy, tokens: int, *, on_meta: bool) -> set[Pair]:
+    """The path of a copy on sequences of `tokens`, in training and in evaluation. Raises NotRunError if it does not run
+    at that length."""
+    device, found = torch.device("meta" if on_meta else "cpu"), set[Pair]()
+    for trains in (True, False):
+        model = deep_copy(small.model).to(device).train(trains)  # a forward may change its buffers
+        path = _Path(model)
+        ids = words(2, tokens, small.words, small.padding).inputs.to(device)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), Plainly(), device, path:
+            try:
+                model(ids)
+            except Exception as error:  # of a user's code, whatever it is
+                raise NotRunError(f"{type(error).__name__}: {error}") from error
+        found |= path.pairs
+    return found
+
+
+def proofs_at(
+    model: nn.Module, plan: Mapping[str, str], roles: Mapping[str, Role], proofs: Sequence[Proof], pads: Padding,
+    cuts: str,
+) -> LengthProofs | None:  # fmt: skip
+    """The paths of a whole model, which is proven at one length; None where no small copy runs, or none is needed."""
+    if not proofs or is_our_own(model, plan):
+        return None
+
+    def tried(small: SmallCopy, _: bool) -> LengthProofs | None:
+        if small.tokens is not None:  # it takes no other length
+            return None
+        first = few_tokens(small.model)
+        proven: dict[bool, set[Pair] | None] = {False: pairs_of(small, first, on_meta=False), True: None}
+        with suppress(NotRunError):
+            proven[True] = pairs_of(small, first, on_meta=True)
+        return LengthProofs(small, tuple(proofs), pads, cuts, proven)
+
+    try:
+        return on_a_copy(model, roles, tried, is_quick=True)
+    except NoCopyError:
+        return None
