@@ -107,8 +107,8 @@ class Batch:
 
 
 def first_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """What a model is called with that has a row for each sample: the first positional argument, `input_ids`, or the
-    first tensor by name. Raises ValueError if there is no tensor."""
+    """The argument that has a row for each sample. It is the first positional one, `input_ids`, or the first tensor by
+    name. Raises ValueError if there is no tensor."""
     for given in (*args[:1], kwargs.get("input_ids"), *kwargs.values()):
         if isinstance(given, Tensor):
             return given

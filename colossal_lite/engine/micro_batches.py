@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.data.batch import Batch, first_input, read_batch
 from colossal_lite.data.batch_checks import StatedSizes, check_batch
@@ -62,26 +63,31 @@ class MicroBatches:
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Look at the arguments of a forward. Raises ValueError for a model whose samples see each other, by the first
-        of several samples, or is another where a length takes another path. And for ids of other lengths on other ranks, if padding is seen; collective then."""
+        of several samples. Also for a length at which the model in parts is another. And for ids of other lengths on
+        other ranks, if padding is seen; collective then."""
         inputs = first_input(args, kwargs)
         samples = len(inputs)
         if self._sees_padding and inputs.dim() == 2 and "attention_mask" not in kwargs:
-            lengths = (
-                self._mesh.axis("data").all_gather(torch.tensor([inputs.shape[1] if samples else 0])).tolist()
-            )
-            if len({*lengths} - {0}) > 1:
-                raise ValueError(
-                    f"batch: {lengths} tokens on the data ranks, which collators pad for each rank alone. The model's "
-                    f"tokens see padding, so its numbers would depend on the number of ranks. Legal: one length, an "
-                    f"attention_mask that the model takes, or data=1"
-                )
+            self._check_lengths(inputs.shape[1] if samples else 0)
         proofs = self._parallelized.lengths
         if proofs is not None and samples and inputs.dim() == 2 and not inputs.is_floating_point():
-            proofs.check(inputs.shape[1])
+            with _disable_current_modes():  # a meter does not count what copies make
+                proofs.check(inputs.shape[1])
         if self._first_batch is not None and torch.is_grad_enabled() and samples > 1:
             args, kwargs = apply_to_tensors((args, dict(kwargs)), to_host)
-            self._first_batch.check(args, kwargs, samples)
+            with _disable_current_modes():
+                self._first_batch.check(args, kwargs, samples)
             self._first_batch = None
+
+    def _check_lengths(self, tokens: int) -> None:
+        """Raises ValueError for sequences of other lengths on other data ranks; 0 tokens: none here. Collective."""
+        lengths = self._mesh.axis("data").all_gather(torch.tensor([tokens])).tolist()
+        if len({*lengths} - {0}) > 1:
+            raise ValueError(
+                f"batch: {lengths} tokens on the data ranks, which collators pad for each rank alone. The model's "
+                f"tokens see padding, so its numbers would depend on the number of ranks. Legal: one length, an "
+                f"attention_mask that the model takes, or data=1"
+            )
 
     def sizes(self, labels: Tensor) -> list[int]:
         """The number of samples of each data rank, from its `labels`; collective. Of this rank alone if no part needs

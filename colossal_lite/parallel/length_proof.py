@@ -3,10 +3,10 @@
 Note: paths.
 A proof runs a small copy on sequences of one length.  Code may decide by the length, as in `if x.shape[1] > window`.
 So before the first batch of a length the copy runs forward at it, in training and in evaluation.  Its path is the set
-of pairs of operations that follow each other, each with the module that runs it.  A pair that no proof has had, or that
-padding brings or takes, is proven: the swapped or padded copy must be the plain one at that length.  A loop over more
-tokens has no new pair.  Lengths at which the copy does not run are not seen, as tables of positions have few rows
-there.  Above `MOST_TOKENS` nothing is proven, and a new path is told.
+of pairs of operations that follow each other, each with the module that runs it.  A new pair is
+proven: at that length the copy in parts must be the plain one.  So must the padded copy, where padding has another
+path.  A loop over more tokens has no new pair.  Lengths at which the copy does not run are not seen, as tables of positions have few rows
+there.  Above `MOST_TOKENS` nothing is proven, and a warning names a new path.
 Cost: two forwards of a small copy for each new length, and seconds for a new path.
 """
 
@@ -26,7 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from colossal_lite.parallel.padding import Padding
 from colossal_lite.parallel.plan_proof import is_our_own, on_a_copy
 from colossal_lite.parallel.roles import Role
-from colossal_lite.parallel.small_copy import NoCopyError, Plainly, SmallCopy, deep_copy, few_tokens
+from colossal_lite.parallel.small_copy import (
+    NoCopyError,
+    Plainly,
+    SmallCopy,
+    deep_copy,
+    few_tokens,
+    on_meta_copy,
+)
 from colossal_lite.parallel.swap_proof import Calls, NotRunError, difference_of_parts, words
 
 MOST_TOKENS = 512
@@ -94,7 +101,7 @@ class LengthProofs:
             if found:
                 self._seen.discard(tokens)
                 raise ValueError(
-                    f"inputs: at {tokens} tokens the code of {self._kind} takes another path, and with {self.cuts} it "
+                    f"inputs: at {tokens} tokens the code of {self._kind} takes another path. With {self.cuts} it "
                     f"is not that of one process there. Found on a small copy: {found}. Legal: other lengths, code "
                     f"that does not decide by the length, or no {self.cuts}"
                 )
@@ -130,16 +137,17 @@ class LengthProofs:
 def pairs_of(small: SmallCopy, tokens: int, *, on_meta: bool) -> set[Pair]:
     """The path of a copy on sequences of `tokens`, in training and in evaluation. Raises NotRunError if it does not run
     at that length."""
-    device, found = torch.device("meta" if on_meta else "cpu"), set[Pair]()
+    found = set[Pair]()
+    ids = words(2, tokens, small.words, small.padding).inputs
+    ids = torch.empty_like(ids, device="meta") if on_meta else ids
     for trains in (True, False):
-        model = deep_copy(small.model).to(device).train(trains)  # a forward may change its buffers
-        path = _Path(model)
-        ids = words(2, tokens, small.words, small.padding).inputs.to(device)
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), Plainly(), device, path:
-            try:
+        try:
+            model = on_meta_copy(small.model) if on_meta else deep_copy(small.model)  # its buffers may change
+            path = _Path(model.train(trains))
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), Plainly(), ids.device, path:
                 model(ids)
-            except Exception as error:  # of a user's code, whatever it is
-                raise NotRunError(f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # of a user's code, whatever it is
+            raise NotRunError(f"{type(error).__name__}: {error}") from error
         found |= path.pairs
     return found
 
@@ -148,7 +156,7 @@ def proofs_at(
     model: nn.Module, plan: Mapping[str, str], roles: Mapping[str, Role], proofs: Sequence[Proof], pads: Padding,
     cuts: str,
 ) -> LengthProofs | None:  # fmt: skip
-    """The paths of a whole model, which is proven at one length; None where no small copy runs, or none is needed."""
+    """The paths of a whole model that is proven at one length. None where no small copy runs, or none is needed."""
     if not proofs or is_our_own(model, plan):
         return None
 

@@ -158,6 +158,27 @@ def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
     return made
 
 
+def on_meta_copy(model: nn.Module) -> nn.Module:
+    """A copy without values, in evaluation. Raises NoCopyError for a model that cannot be copied."""
+
+    def bare(tensor: Tensor) -> Tensor:
+        dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+        return torch.empty_like(tensor, device="meta", dtype=dtype)
+
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(bare(p), requires_grad=p.requires_grad) for p in model.parameters()
+    }
+    kept = [value for module in model.modules() for value in vars(module).values()]
+    tables = [*model.buffers(), *(value for value in kept if isinstance(value, Tensor))]
+    memo |= {id(table): bare(table) for table in tables}
+    try:
+        made = deep_copy(model, memo).eval()
+    except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
+        raise NoCopyError(f"{type(error).__name__}: {error}") from error
+    check_apart(made, model)
+    return made
+
+
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
     """A value of a copy, in which functions hold what stands in the copy: deepcopy takes them as they are."""
     if id(value) in memo:

@@ -3,8 +3,8 @@
 Note: how a stretch runs.
 The model's own forward runs on every stage.  Until the first unit of the stretch, modules of other stages are replaced.
 Those beside the blocks give zeros of the right shape.  Blocks return their input, and the block before the stretch
-returns what came in.  From then on a read of a module or parameter of another stage raises an error: a batch has taken
-a path that the trace has not seen.  At the end of the stretch the forward is left.  So masks, positions and tables are
+returns what came in.  From then on a read of a module or parameter of another stage raises an error.  There a batch
+takes a path that the trace has not seen.  At the end of the stretch the forward is left.  So masks, positions and tables are
 the model's own on every stage, and its code is not changed.
 Cost: the model's code before the first block
 runs on every stage, on zeros that hold one element.
@@ -35,7 +35,7 @@ from colossal_lite.pipeline.unit_trace import (
     UnitModules,
     UnitsError,
     UnitTrace,
-    on_meta_copy,
+    bare_copy,
     trace_units,
 )
 
@@ -110,7 +110,7 @@ class TracedSections:
 def traced(model: nn.Module) -> TracedSections:
     """The units of a model of blocks, which must be whole. Raises UnitsError, saying what keeps it from being cut."""
     trace, proven = trace_units(model)
-    bare = on_meta_copy(model)
+    bare = bare_copy(model)
     blocks = {passage.block for passage in trace.passages}
     names = [name for part in trace.parts[:-1] for name in part.modules if name not in blocks]
     shapes = {name: bare.get_submodule(name) for name in names}
@@ -229,7 +229,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.is_before = False
-        """Before the first unit of the stretch, where what is computed is not used."""
+        """Before the first unit of the stretch. Nothing that is computed there is used."""
 
     @contextmanager
     def before(self, start: int) -> Iterator[None]:
@@ -241,7 +241,7 @@ class Progress:
             self.is_before = False
 
     def check(self, name: str) -> None:
-        """Raises ValueError for a read of what is on another stage, but before the stretch."""
+        """Raises ValueError where something of another stage is read, but before the stretch."""
         if not self.is_before:
             raise ValueError(
                 f"parallel.pipeline: {name} is on another stage, and this batch takes a path on which it is read here. "

@@ -31,10 +31,9 @@ from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
     NoCopyError,
     Plainly,
-    check_apart,
-    deep_copy,
     few_ids,
     few_tokens,
+    on_meta_copy,
     own_lengths,
     small_copy,
     table_roles,
@@ -142,7 +141,7 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, TracedCopy]:
     try:
         copies = [TracedCopy(small_copy(model, table_roles(model), None, LIMIT_BYTES, keeps_all=True).model)]
     except NoCopyError as error:
-        bare, why = on_meta_copy(model), f" without values ({error})"
+        bare, why = bare_copy(model), f" without values ({error})"
         copies = [TracedCopy(bare), TracedCopy(bare, ValuesOfIds)]
     lengths = (None, *own_lengths(model))
     for each in (replace(each, tokens=tokens) for tokens in lengths for each in copies):
@@ -162,24 +161,11 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, TracedCopy]:
     ) from failed
 
 
-def on_meta_copy(model: nn.Module) -> nn.Module:
+def bare_copy(model: nn.Module) -> nn.Module:
     """A copy without values. Raises UnitsError for a model that cannot be copied."""
-
-    def bare(tensor: Tensor) -> Tensor:
-        dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
-        return torch.empty_like(tensor, device="meta", dtype=dtype)
-
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(bare(p), requires_grad=p.requires_grad) for p in model.parameters()
-    }
-    kept = [value for module in model.modules() for value in vars(module).values()]
-    tables = [*model.buffers(), *(value for value in kept if isinstance(value, Tensor))]
-    memo |= {id(table): bare(table) for table in tables}
     try:
-        made = deep_copy(model, memo).eval()
-        check_apart(made, model)
-        return made
-    except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
+        return on_meta_copy(model)
+    except NoCopyError as error:
         raise UnitsError(f"parallel.pipeline: {type(model).__name__} cannot be copied: {error}") from error
 
 
