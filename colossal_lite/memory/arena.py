@@ -67,9 +67,8 @@ class Arena:
         self._room = zeros_on(device, plan.bytes, torch.uint8)
         self._taken: dict[Key, None] = {}
         self._left: dict[Key, tuple[Transfer, ...]] = {}
-        self._leaving: dict[
-            str, tuple[Key, Transfer]
-        ] = {}  # kind -> the last buffer that a transfer removes, and that transfer
+        self._leaving: dict[str, tuple[Key, Transfer]] = {}
+        """By kind: the last buffer that a transfer removes, and that transfer."""
 
     @property
     def bytes(self) -> int:
@@ -116,10 +115,6 @@ class Arena:
         """Buffers that are taken, or that a transfer is removing."""
         return [*self._taken, *(key for key, _ in self._leaving.values() if key not in self._taken)]
 
-    def forget(self) -> None:
-        """Reset the counts."""
-        self.most_bytes = self.most_held_bytes = 0
-
     def _is_beside(self, leaving: LiveRange, come: LiveRange) -> bool:
         """Whether the plan still has `leaving` when `come` begins. In an arena of one kind the order may be the
         reverse."""
@@ -149,7 +144,9 @@ class ArenaAllocator:
         self._arena = self._own or arena
         self._taken: dict[int, Tensor | None] = {}  # number -> the further buffer that it has, or None
         self._spare: list[tuple[Tensor, tuple[Transfer, ...]]] = []
-        self._further_bytes = self._most_bytes = 0
+        self._further_bytes = 0
+        self.most_bytes = 0
+        """Most bytes since `shrink`: up to the furthest taken in the own arena, and of further buffers."""
 
     def replan(self, live_ranges: Sequence[LiveRange]) -> None:
         """Use these live ranges, of the same numbers, from now on; in a shared arena, from when it is joined."""
@@ -209,16 +206,11 @@ class ArenaAllocator:
         """Free further buffers and reset the counts; no buffer may be taken."""
         assert not self._taken, f"slots {sorted(self._taken)} are in use"
         self._spare.clear()
-        self._further_bytes = self._most_bytes = self.most_held_bytes = 0
+        self._further_bytes = self.most_bytes = self.most_held_bytes = 0
 
     @property
     def live_ranges(self) -> tuple[LiveRange, ...]:
         return tuple(self._stays.values())
-
-    @property
-    def numel(self) -> int:
-        """Elements of the own arena."""
-        return self.planned_bytes // self._dtype.itemsize
 
     @property
     def planned_bytes(self) -> int:
@@ -229,11 +221,6 @@ class ArenaAllocator:
     def bytes(self) -> int:
         """Bytes of the own arena and of further buffers."""
         return self.planned_bytes + self._further_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        """Most bytes since `shrink`: up to the furthest taken in the own arena, and of further buffers."""
-        return self._most_bytes
 
     def _one_more(self, size_bytes: int) -> tuple[Tensor, tuple[Transfer, ...]]:
         at = next((i for i, (spare, _) in enumerate(self._spare) if spare.nbytes >= size_bytes), None)
@@ -248,7 +235,7 @@ class ArenaAllocator:
         if self._own is not None:
             planned = [n for n, further in self._taken.items() if further is None and self._stays[n].bytes]
             reached = max((arena.span((self._stays[n].what, n))[1] for n in planned), default=0)
-        self._most_bytes = max(self._most_bytes, reached + beyond)
+        self.most_bytes = max(self.most_bytes, reached + beyond)
         here = sum(self._stays[number].bytes for what, number in arena.here if what in self._kinds)
         further = sum(self._stays[n].bytes for n, further in self._taken.items() if further is not None)
         self.most_held_bytes = max(self.most_held_bytes, here + further)

@@ -18,6 +18,11 @@ BLOCK_BYTES = 8 * 2**20
 record."""
 
 
+def whole_pages(size_bytes: int) -> int:
+    """Bytes, rounded up to a page."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 @dataclass(frozen=True)
 class DiskBlock:
     """Bytes [start, stop) of a record, at `offset` of the file; full pages."""
@@ -29,42 +34,23 @@ class DiskBlock:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Records of `sizes_bytes`, one after the other, each from a page's start on. Prints as a table."""
+    """Records of `sizes_bytes`, one after the other, each from a page's start on."""
 
     sizes_bytes: tuple[int, ...]
-    page_bytes: int = PAGE_BYTES
     block_bytes: int = BLOCK_BYTES
-
-    def __post_init__(self) -> None:
-        assert self.block_bytes % self.page_bytes == 0, "a block is whole pages"
+    """Full pages."""
 
     def padded_bytes(self, record: int) -> int:
         """The pages of a record."""
-        return -(-self.sizes_bytes[record] // self.page_bytes) * self.page_bytes
+        return whole_pages(self.sizes_bytes[record])
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """Where each record begins in the file, and at last where the file ends."""
         return tuple(accumulate((self.padded_bytes(i) for i in range(len(self.sizes_bytes))), initial=0))
 
-    @property
-    def file_bytes(self) -> int:
-        return self.starts[-1]
-
-    @property
-    def unused_bytes(self) -> int:
-        """At the records' ends."""
-        return self.file_bytes - sum(self.sizes_bytes)
-
     def blocks(self, record: int) -> tuple[DiskBlock, ...]:
         """What a record is read and written by."""
         start, size = self.starts[record], self.padded_bytes(record)
         cuts: Sequence[int] = (*range(0, size, self.block_bytes), size)
         return tuple(DiskBlock(a, b, start + a) for a, b in zip(cuts, cuts[1:], strict=False))
-
-    def __str__(self) -> str:
-        rows = [
-            f"record {i}: {size:,} bytes from {start:,} in {len(self.blocks(i))} blocks"
-            for i, (size, start) in enumerate(zip(self.sizes_bytes, self.starts, strict=False))
-        ]
-        return "\n".join([*rows, f"file: {self.file_bytes:,} bytes, {self.unused_bytes:,} of them unused"])

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.distributed import host_handshake, send_buffer
-from colossal_lite.memory.disk_layout import PAGE_BYTES
+from colossal_lite.memory.disk_layout import whole_pages
 from colossal_lite.memory.pinned import host_room, locked
 
 ENTRY_WORDS, WORD_BYTES = 8, 8
@@ -93,15 +93,12 @@ class FrozenRecords:
             raise FrozenError(f"frozen: holder={holder}; legal: 0 to {MOST_HOLDERS - 1}")
         self._bit, self._descriptor, self._is_shared = 1 << holder, -1, host_handshake.why_not() is None
         self._memory: mmap.mmap | None = None
-        self._used: dict[
-            int, FrozenRecord
-        ] = {}  # by index; without shared memory by a number of this process
+        self._used: dict[int, FrozenRecord] = {}
+        """By index; without shared memory by a number of this process."""
         self._named: dict[bytes, list[int]] = {}
         self._live: set[int] = set()
         self._seen = -1  # changes when these two were read
         self._lock = threading.Lock()
-        self.made_bytes = 0
-        """Of the records that this process has written."""
         if handle is not None:
             self._open(handle)
 
@@ -131,7 +128,6 @@ class FrozenRecords:
                     )
             record = self._made(name, numel, dtype)
             fill(record.flat)
-            self.made_bytes += record.flat.nbytes
             self._set(record.index, STATE, LIVE)
             self._named.setdefault(name, []).append(record.index)
             self._changed()
@@ -158,27 +154,14 @@ class FrozenRecords:
                 if record.index in indices:
                     indices.remove(record.index)
 
-    def leave_all(self) -> None:
-        """End all uses of this process, and those that a process before it has left."""
-        with self._alone():
-            self._used.clear()
-            for index in [*self._live]:
-                self._leave(index)
-
     @property
     def taken_bytes(self) -> int:
         """Bytes of host memory, by the formula in the Note."""
         if self._memory is None:
             return sum(record.flat.nbytes for record in self._used.values())
         with self._alone():
-            sizes = [_pages(self._word(index, SIZE)) for index in self._live]
-            return sum(sizes) + _pages(ENTRY_BYTES * (self._words[COUNT] + 1))
-
-    def users(self, record: FrozenRecord) -> int:
-        """Uses of this process, and one for each other that has it."""
-        with self._alone():
-            others = self._word(record.index, HOLDERS, self._bit) & ~self._bit
-            return record.users + others.bit_count()
+            sizes = [whole_pages(self._word(index, SIZE)) for index in self._live]
+            return sum(sizes) + whole_pages(ENTRY_BYTES * (self._words[COUNT] + 1))
 
     # ---- how ----
 
@@ -274,10 +257,10 @@ class FrozenRecords:
         if index > MOST_RECORDS:
             raise FrozenError(f"frozen: {MOST_RECORDS:,} records, and room for no more; legal: larger chunks")
         size_bytes, start = numel * dtype.itemsize, index * ENTRY_BYTES
-        place = words[END] if is_dense else self._place(_pages(size_bytes))
+        place = words[END] if is_dense else self._place(whole_pages(size_bytes))
         if place + size_bytes > len(self._memory):
             raise FrozenError(f"frozen: the records take more than {len(self._memory):,} bytes of addresses")
-        words[COUNT], words[END] = max(words[COUNT], index), max(words[END], place + _pages(size_bytes))
+        words[COUNT], words[END] = max(words[COUNT], index), max(words[END], place + whole_pages(size_bytes))
         self._memory[start : start + DIGEST_BYTES] = name
         for word, value in {OFFSET: place, SIZE: size_bytes, HOLDERS: 0, STATE: WRITTEN}.items():
             self._set(index, word, value)
@@ -294,7 +277,7 @@ class FrozenRecords:
         return start
 
     def _end(self, index: int) -> int:
-        return self._word(index, OFFSET) + _pages(self._word(index, SIZE))
+        return self._word(index, OFFSET) + whole_pages(self._word(index, SIZE))
 
     def _leave(self, index: int) -> None:
         """This process uses a record no more."""
@@ -310,9 +293,7 @@ class FrozenRecords:
         self._live.discard(index)
         if self._memory is not None:
             self._set(index, STATE, 0)
-            self._memory.madvise(mmap.MADV_REMOVE, self._word(index, OFFSET), _pages(self._word(index, SIZE)))
+            self._memory.madvise(
+                mmap.MADV_REMOVE, self._word(index, OFFSET), whole_pages(self._word(index, SIZE))
+            )
             self._changed()
-
-
-def _pages(size_bytes: int) -> int:
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES

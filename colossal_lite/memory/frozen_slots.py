@@ -35,8 +35,6 @@ class FrozenSlots:
     def __init__(self) -> None:
         self.arena: Tensor | None = None
         self._slots: list[_Slot] = []
-        self.loaded_bytes = self.found_bytes = 0
-        """Copied over the link, and found on the device instead, so far."""
 
     @property
     def bytes(self) -> int:
@@ -66,7 +64,6 @@ class FrozenSlots:
         for slot in met:
             if slot.record is record and slot.start_bytes == start_bytes:
                 slot.users += 1
-                self.found_bytes += view.nbytes
                 return view, slot.copy
         if any(slot.users for slot in met):
             raise RuntimeError(
@@ -77,7 +74,6 @@ class FrozenSlots:
         for slot in met:  # whose copy may be on its way
             slot.copy.finish()
         self._slots.append(_Slot(record, start_bytes, stop_bytes, copy(view), 1))
-        self.loaded_bytes += view.nbytes
         return view, self._slots[-1].copy
 
     def give(self, record: FrozenRecord, start_bytes: int) -> None:

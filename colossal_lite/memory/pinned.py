@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossal_lite.memory.disk_layout import PAGE_BYTES
+from colossal_lite.memory.disk_layout import whole_pages
 
 
 def give_back_freed() -> None:
@@ -65,7 +65,7 @@ def pages(size_bytes: int, device: torch.device) -> Tensor:
     torch asks for its first byte when it decides whether memory is pinned."""
     if device.type != "cpu" or not size_bytes:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    return mapped(-(-size_bytes // PAGE_BYTES) * PAGE_BYTES)[:size_bytes]
+    return mapped(whole_pages(size_bytes))[:size_bytes]
 
 
 def mapped(size_bytes: int) -> Tensor:
@@ -101,8 +101,8 @@ def make_pages(room: Tensor) -> None:
 
 def lock(room: Tensor, runtime: Any) -> int:
     """Lock the pages of `room` with CUDA's `runtime` until its storage is freed. Returns the error, 0 for none."""
-    start, whole = room.data_ptr(), -(-room.nbytes // PAGE_BYTES) * PAGE_BYTES
-    error = int(runtime.cudaHostRegister(start, whole, 0))
+    start = room.data_ptr()
+    error = int(runtime.cudaHostRegister(start, whole_pages(room.nbytes), 0))
     if error == 0:
         weakref.finalize(room.untyped_storage(), runtime.cudaHostUnregister, start).atexit = False
     return error

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.distributed import host_handshake, send_buffer
-from colossal_lite.memory.disk_layout import PAGE_BYTES
+from colossal_lite.memory.disk_layout import whole_pages
 from colossal_lite.memory.frozen_records import FrozenRecord, FrozenRecords, Same
 from colossal_lite.memory.frozen_slots import FrozenSlots
 from colossal_lite.memory.link import Transfer
@@ -303,7 +303,10 @@ class TaskRecords:
                 self._due.pop(index, None)
                 words[index * ENTRY_WORDS + STATE] = 0
                 words[index * ENTRY_WORDS + USES] += 1
-            start, size_bytes = words[index * ENTRY_WORDS + OFFSET], _pages(words[index * ENTRY_WORDS + SIZE])
+            start, size_bytes = (
+                words[index * ENTRY_WORDS + OFFSET],
+                whole_pages(words[index * ENTRY_WORDS + SIZE]),
+            )
             if self.descriptor >= 0:
                 memory.madvise(mmap.MADV_REMOVE, start, size_bytes)
                 insort(self._freed, (start, start + size_bytes))
@@ -314,21 +317,21 @@ class TaskRecords:
         if self.shared is None:
             return 0
         words, _ = self._segment()
-        records = sum(_pages(words[index * ENTRY_WORDS + SIZE]) for index in self._entries.values())
-        return records + _pages(ENTRY_BYTES * (words[COUNT] + 1))
+        records = sum(whole_pages(words[index * ENTRY_WORDS + SIZE]) for index in self._entries.values())
+        return records + whole_pages(ENTRY_BYTES * (words[COUNT] + 1))
 
     def _made(self, name: tuple[int, str], numel: int, dtype: torch.dtype) -> Tensor:
         if host_handshake.why_not() is not None:
             return host_room(numel, dtype, self.beside)
         words, memory = self._segment()
         size_bytes = numel * dtype.itemsize
-        start = self._place(_pages(size_bytes))
+        start = self._place(whole_pages(size_bytes))
         room = _tensor(memory, start, numel, dtype)
         if self.beside.type == "cuda":
             make_pages(room)  # no other process has found it yet
             held = locked(room.view(torch.uint8), torch.cuda.cudart(), self.beside).view(dtype)
             if held.data_ptr() != room.data_ptr():  # another process would not find it there
-                insort(self._freed, (start, start + _pages(size_bytes)))
+                insort(self._freed, (start, start + whole_pages(size_bytes)))
                 return held
         count = words[COUNT]
         freed = range(1, count + 1) if self._freed else ()  # else no entry is free
@@ -449,11 +452,6 @@ def _one_less(due: int) -> int:
 
 def nothing() -> None:
     """Do nothing: there is no engine."""
-
-
-def _pages(size_bytes: int) -> int:
-    """Bytes, rounded up to a page."""
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _form(numel: int, dtype: torch.dtype) -> str:

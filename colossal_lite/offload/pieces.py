@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from colossal_lite.memory.disk_layout import PAGE_BYTES
+from colossal_lite.memory.disk_layout import whole_pages
 from colossal_lite.schedule import step_moments
 from colossal_lite.schedule.interval_packing import LiveRange, most_at_once, pack_live_ranges, visits
 from colossal_lite.schedule.step_moments import IN_FLIGHT, UPDATES, Backwards, SharedInterval, moments_of_step
@@ -106,16 +106,12 @@ WEIGHTS_UP = StagingBuffer("weights up", "host", 2, "buffers in a row")
 
 def passing_bytes(records: Mapping[int, int]) -> int:
     """Of the slots on the host through which records on disk pass, chunk -> bytes: whole pages of the largest."""
-    return min(PASSING, len(records)) * max(map(padded, records.values()), default=0)
+    return min(PASSING, len(records)) * max(map(whole_pages, records.values()), default=0)
 
 
 def unused_bytes(records: Mapping[int, int]) -> int:
     """Of a file of such records, at the ends of pages."""
-    return sum(padded(size) - size for size in records.values())
-
-
-def padded(size_bytes: int) -> int:
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+    return sum(whole_pages(size) - size for size in records.values())
 
 
 class Name(NamedTuple):

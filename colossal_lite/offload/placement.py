@@ -45,6 +45,7 @@ from functools import cache, cached_property
 from itertools import accumulate, combinations, groupby
 from typing import NamedTuple
 
+from colossal_lite.memory.disk_layout import whole_pages
 from colossal_lite.offload.pieces import (
     PASSING,
     VISITING,
@@ -53,7 +54,6 @@ from colossal_lite.offload.pieces import (
     StagingBuffer,
     StateKind,
     StatePiece,
-    padded,
     passing_bytes,
     unused_bytes,
 )
@@ -402,12 +402,12 @@ def spilled(records: Mapping[int, int], room_bytes: int) -> frozenset[int]:
         of_size.setdefault(records[chunk], []).append(chunk)
     counts = {size: len(of_size[size]) for size in sorted(of_size)}
     # So much must go to disk that the slots for it, which the largest decides, have room too: more than they take.
-    taken = _least_sum(counts, lambda largest: over + PASSING * padded(largest))
+    taken = _least_sum(counts, lambda largest: over + PASSING * whole_pages(largest))
     if taken is None:
         taken = min(
             ({size: n for size, n in counts.items() if size <= largest} for largest in (0, *counts)),
             key=lambda some: (
-                PASSING * padded(max(some, default=0)) - sum(size * n for size, n in some.items())
+                PASSING * whole_pages(max(some, default=0)) - sum(size * n for size, n in some.items())
             ),
         )
     return frozenset(chunk for size, count in taken.items() for chunk in _spread(of_size[size], count))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 import colossal_lite as cl
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.turn_taking import BY_ITSELF, turns_of
 from colossal_lite.many.turnstile import Turnstile
+from colossal_lite.memory.frozen_records import FrozenRecord
+from colossal_lite.memory.frozen_slots import FrozenSlots
+from colossal_lite.memory.link import Transfer
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.schedule.abreast import abreast, begins, memory_of, turns
 from colossal_lite.schedule.checker import check
@@ -94,14 +99,26 @@ def kept_bytes(engine: Engine) -> tuple[int, int]:
 
 
 def run_abreast(env: RankEnv, cases: Sequence[Case]) -> Any:
-    made = Together(cases)
-    losses = made.abreast()
+    made, loaded, taken, take = Together(cases), list[int](), list[int](), FrozenSlots.take
+
+    def counted(
+        self: FrozenSlots, record: FrozenRecord, start_bytes: int, copy: Callable[[Tensor], Transfer]
+    ) -> tuple[Tensor, Transfer]:
+        def begun(slot: Tensor) -> Transfer:
+            loaded.append(slot.nbytes)
+            return copy(slot)
+
+        taken.append(record.flat.nbytes)
+        return take(self, record, start_bytes, begun)
+
+    with patch.object(FrozenSlots, "take", counted):
+        losses = made.abreast()
     found = [(each, engine.full_state_dict()) for each, engine in zip(losses, made.engines, strict=True)]
     slots, base = made.store.slots, base_loads(made.engines[0])
     arena = [weights_of(engine)._shared_numel * 8 for engine in made.engines]
     seen = dict(
         kept=kept_bytes(made.engines[0]),
-        loaded=slots.loaded_bytes, found=slots.found_bytes, base=base, arena=slots.bytes, planned=arena,
+        loaded=sum(loaded), found=sum(taken) - sum(loaded), base=base, arena=slots.bytes, planned=arena,
         order=made.order, up=[up_bytes(engine) for engine in made.engines],
     )  # fmt: skip
     made.close()

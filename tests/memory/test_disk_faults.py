@@ -111,7 +111,7 @@ def _full(file: DiskFile) -> Any:
 
 
 def _cut(file: DiskFile) -> Any:
-    os.ftruncate(file._fds[0], file.layout.file_bytes // 2)
+    os.ftruncate(file._fds[0], file.layout.starts[-1] // 2)
 
 
 FAULTS: dict[str, tuple[Callable[[DiskFile], Any], str]] = {

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,14 @@ from colossal_lite.engine.engine import Engine
 from colossal_lite.many.worker import Order, Worker
 from colossal_lite.memory.disk_layout import PAGE_BYTES
 from colossal_lite.memory.frozen_chunk import same_bits
-from colossal_lite.memory.frozen_records import FrozenError, FrozenHandle, FrozenRecords, record_name
+from colossal_lite.memory.frozen_records import (
+    HOLDERS,
+    FrozenError,
+    FrozenHandle,
+    FrozenRecord,
+    FrozenRecords,
+    record_name,
+)
 from tests.many.tasks import CONFIG, adapted
 from tests.shared.parity import Case, start
 from tests.shared.pool import RankEnv, run_world
@@ -48,6 +56,11 @@ def taken(records: FrozenRecords, value: float, name: str = "w", numel: int = 30
     )  # fmt: skip
 
 
+def users_of(records: FrozenRecords, record: FrozenRecord) -> int:
+    """Uses of this process, and one for each other that has it."""
+    return record.users + (records._word(record.index, HOLDERS) & ~records._bit).bit_count()
+
+
 # ---- the records ----
 
 
@@ -60,7 +73,7 @@ def test_equal_ones_are_one_and_its_memory_ends_with_the_last_user() -> None:
     descriptor = records.handle().descriptor  # type: ignore[union-attr]
     assert records.taken_bytes == os.fstat(descriptor).st_blocks * 512 == 3 * pages(12000) + PAGE_BYTES
     records.give(one)
-    assert records.taken_bytes == 3 * pages(12000) + PAGE_BYTES and records.users(same) == 1
+    assert records.taken_bytes == 3 * pages(12000) + PAGE_BYTES and users_of(records, same) == 1
     records.give(same)
     assert records.taken_bytes == os.fstat(descriptor).st_blocks * 512 == 2 * pages(12000) + PAGE_BYTES
     again = taken(records, 3.0)
@@ -133,7 +146,7 @@ def test_processes_share_them_and_one_that_dies_leaves_its_records_to_the_next()
     assert asked(pipe, 1.0) == (mine.index, pages(12000) + PAGE_BYTES, 3000.0)
     index, size_bytes, _ = asked(pipe, 2.0)
     assert index != mine.index and size_bytes == 2 * pages(12000) + PAGE_BYTES
-    assert records.users(mine) == 2
+    assert users_of(records, mine) == 2
     child.kill()
     child.join(20)
     assert records.taken_bytes == size_bytes, "the next one finds them there"
@@ -141,8 +154,10 @@ def test_processes_share_them_and_one_that_dies_leaves_its_records_to_the_next()
     assert asked(pipe, 2.0)[:2] == (index, size_bytes)
     assert asked(pipe, None) == "ended"
     child.join(20)
-    FrozenRecords(handle, 0).leave_all()
-    assert records.taken_bytes == pages(12000) + PAGE_BYTES and records.users(mine) == 1
+    last = FrozenRecords(handle, 0)
+    for value in (1.0, 2.0):
+        last.give(taken(last, value))
+    assert records.taken_bytes == pages(12000) + PAGE_BYTES and users_of(records, mine) == 1
     records.give(mine)
     assert records.taken_bytes == PAGE_BYTES
 
@@ -198,7 +213,7 @@ def together(env: RankEnv, cases: list[Case]) -> tuple[list[Trained], list[int],
     frozen = engines[0]._parts.built.frozen
     base = [pages(chunk.local_shard.nbytes) for chunk in frozen]
     assert all(
-        chunk.record is not None and store.frozen.users(chunk.record) == len(cases) for chunk in frozen
+        chunk.record is not None and users_of(store.frozen, chunk.record) == len(cases) for chunk in frozen
     )
     held = [store.frozen_bytes]
     for engine, context in zip(engines, contexts, strict=True):
@@ -335,8 +350,18 @@ def trains(pipe: Any, handle: FrozenHandle, tasks: list[cl.Task], folder: Path, 
     torch.set_num_threads(1)
     order = Order(tasks, CONFIG, folder, 1, cl.launch, folder / "log", lambda: None, handle, 0)
     worker = Worker(order)
-    said = [worker.answer(dict(do="run", task=t.name, to=to, evaluates=False, place=ALONE)) for t in tasks]
-    pipe.send(([each.get("step", each) for each in said], worker._store.frozen.made_bytes))
+    made, make = list[int](), FrozenRecords._made
+
+    def counted(self: FrozenRecords, *record: Any) -> FrozenRecord:
+        new = make(self, *record)
+        made.append(new.flat.nbytes)
+        return new
+
+    with patch.object(FrozenRecords, "_made", counted):
+        said = [
+            worker.answer(dict(do="run", task=t.name, to=to, evaluates=False, place=ALONE)) for t in tasks
+        ]
+    pipe.send(([each.get("step", each) for each in said], sum(made)))
     pipe.recv()
 
 
@@ -372,7 +397,7 @@ def apart(env: RankEnv, cases: list[Case]) -> tuple[list[int]]:
         start(c, x, store=store, task=str(i)) for i, (c, x) in enumerate(zip(cases, contexts, strict=True))
     ]
     records = [engine._parts.built.frozen[0].record for engine in engines]
-    users = [store.frozen.users(record) for record in records if record is not None]
+    users = [users_of(store.frozen, record) for record in records if record is not None]
     for context in contexts:
         context.__exit__(None, None, None)
     return (users,)

@@ -432,7 +432,9 @@ def test_visitors_are_apart_while_they_are_there_and_come_when_whoever_was_in_th
     arena = places._arena
     assert arena is not None
     spans = {number: tuple(at // 4 for at in arena.span(("visitors", number))) for number in sizes}
-    left: list[list[Leaving]] = [[] for _ in range(places.numel)]  # of each element, all who have left it
+    left: list[list[Leaving]] = [
+        [] for _ in range(places.planned_bytes // 4)
+    ]  # of each element, all who have left it
     waited: dict[int, set[Leaving]] = {}
     for _ in range(3):
         coming = sorted(sizes)
@@ -440,7 +442,7 @@ def test_visitors_are_apart_while_they_are_there_and_come_when_whoever_was_in_th
             while coming and coming[0] <= turn + width - 2:
                 number = coming.pop(0)
                 start, stop = spans[number]
-                assert stop - start == sizes[number] and places.numel >= stop
+                assert stop - start == sizes[number] and places.planned_bytes >= 4 * stop
                 assert all(stop <= spans[n][0] or spans[n][1] <= start for n in waited), "two in one place"
                 _, before = places.take(number)
                 known: set[Any] = {*before}.union(*(each.before for each in before))  # type: ignore[attr-defined]
@@ -454,21 +456,21 @@ def test_visitors_are_apart_while_they_are_there_and_come_when_whoever_was_in_th
     assert not waited
     window = max(sum(sizes.get(n + k, 0) for k in range(width)) for n in sizes)
     assert places.most_held_bytes == places.planned_held_bytes == arena.most_held_bytes == 4 * window
-    assert window <= places.numel and 4 * places.numel == places.most_bytes == arena.most_bytes
-    assert places.numel <= sum(sizes.values())
+    assert 4 * window <= places.planned_bytes == places.most_bytes == arena.most_bytes
+    assert places.planned_bytes <= 4 * sum(sizes.values())
 
 
 def test_equal_visitors_in_a_row_take_as_many_places_as_there_are_of_them_at_once() -> None:
     for width in (2, 3, 5):
         places = places_of(dict.fromkeys(range(20), 8), width)
-        assert places.numel == width * 8 == places.planned_held_bytes // 4
+        assert places.planned_bytes == 4 * width * 8 == places.planned_held_bytes
 
 
 def test_one_large_visitor_among_small_ones_has_one_large_place() -> None:
     """The embedding of a model: equal buffers would each be as large."""
     sizes = {0: 1000} | dict.fromkeys(range(1, 30), 10) | {30: 900}
     places = places_of(sizes, 3)
-    assert places.numel == 1000 + 2 * 10
+    assert places.planned_bytes == 4 * (1000 + 2 * 10)
 
 
 def test_a_place_that_is_taken_is_given_to_nobody_else() -> None:
