@@ -40,7 +40,7 @@ from colossal_lite.kernels.ops import Op
 from colossal_lite.kernels.optimizer import cast_numel
 from colossal_lite.memory.arena import ArenaAllocator
 from colossal_lite.memory.gradient_squares import block_squares_of
-from colossal_lite.memory.link import Link, Priority, Transfer
+from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkSpec, Entry
 from colossal_lite.memory.pinned import make_pages, zeros_on
@@ -319,9 +319,7 @@ class Chunk(LocalShard, WeightChunk):
         self.gradient, before = places.take(self._slot)
         if self._sums:
             after = (*before, *self._sent)
-            self._coming = up.copy(
-                self.gradient, self.gradient_at_rest, after=after, priority=Priority.PREFETCH
-            )
+            self._coming = up.copy(self.gradient, self.gradient_at_rest, after=after, prefetch=True)
         else:
             for transfer in before:
                 transfer.wait()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.frozen_records import FrozenRecord, record_name
-from colossal_lite.memory.link import Link, Priority
+from colossal_lite.memory.link import Link
 from colossal_lite.memory.packing import Entry
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.transfers import copy_into
@@ -115,7 +115,7 @@ class FrozenChunk(WeightChunk):
         self._start_bytes = offset * self.record.flat.itemsize
         source = self.record.flat
         self._value, self._incoming = self._records.take_slot(
-            self.record, self._start_bytes, lambda slot: up.copy(slot, source, priority=Priority.PREFETCH)
+            self.record, self._start_bytes, lambda slot: up.copy(slot, source, prefetch=True)
         )
 
     def reshard(self) -> None:

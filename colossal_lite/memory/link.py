@@ -6,33 +6,24 @@ bus.  Every order of copies, waits and reuse of buffers is tested without one.
 
 Order.  Demanded copies run in order on a link; sums and written records rely on it.  A prefetch names the copies that
 it comes after, and runs in order among prefetches.  A demanded copy may overtake it, and it can be revoked.  Waiting
-for a prefetch raises its priority, and that of everything before it.  There is no deadlock: a copy follows only copies
-that were requested earlier.  A link begins a copy only when nothing holds it back.  So the oldest copy that has not
-begun can always begin.  A copy on a stream may come after work of a thread.  Then the link's thread enqueues it when
-that work is done.  Other copies are enqueued at once, and then cannot be revoked.
+for a prefetch demands it, and everything before it.  There is no deadlock: a copy follows only copies that were
+requested earlier.  A link begins a copy only when nothing holds it back.  So the oldest copy that has not begun can
+always begin.  A copy on a stream may come after work of a thread.  Then the link's thread enqueues it when that work is
+done.  Other copies are enqueued at once, and then cannot be revoked.
 """
 
 from __future__ import annotations
 
-import heapq
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from enum import IntEnum
 from functools import partial
 
 from torch import Tensor
 
 from colossal_lite.memory.copy_streams import CopyExecutor, Event, ended
-
-
-class Priority(IntEnum):
-    """Priority of a copy that has not begun."""
-
-    DEMAND = 0  # a thread waits for it, or later copies rely on its order
-    PREFETCH = 1  # no thread waits: it follows the copies that it names, and demanded ones may overtake it
 
 
 class Request:
@@ -65,19 +56,14 @@ class Transfer:
     """A copy in flight. Its errors are raised in the thread that waits for it."""
 
     def __init__(
-        self, link: Link, request: Request, after: Sequence[Transfer], priority: Priority, size_bytes: int
+        self, link: Link, request: Request, after: Sequence[Transfer], is_prefetch: bool, size_bytes: int
     ) -> None:
-        self.link, self.request, self.after, self.priority = link, request, tuple(after), priority
-        self.size_bytes = size_bytes
+        self.link, self.request, self.after, self.size_bytes = link, request, tuple(after), size_bytes
+        self.is_prefetch = is_prefetch
+        """Whether demanded copies may overtake it: no thread waits for it, and no later copy relies on its order."""
         self.is_revoked = False
-        self.number = 0
-        """Its place in the order of the requests of its link."""
         self.told: Future[None] | None = None
         """Ends when `then` has been called; None: there is no `then`, or it is a part of the copy."""
-
-    @property
-    def link_name(self) -> str:
-        return self.link.name
 
     def wait(self) -> None:
         """Make later computing find the bytes in the target. On a GPU the device waits, not the host."""
@@ -97,10 +83,12 @@ class Transfer:
         self.link.blocked_s += time.perf_counter() - start
 
     def expedite(self) -> None:
-        """Raise its priority to DEMAND, and that of everything before it, over any link."""
-        if self.is_handed or self.priority is Priority.DEMAND:
+        """Demand it, and everything before it, over any link."""
+        if self.is_handed or not self.is_prefetch:
             return
-        self.link.demand(self)
+        with self.link._changed:
+            self.is_prefetch = False
+            self.link._changed.notify_all()
         for transfer in self.after:
             transfer.expedite()
 
@@ -108,7 +96,17 @@ class Transfer:
         """Cancel a copy that has not begun. True if it had not: then it never runs, and its bytes are not counted.
         Its target may be written after the copies that it comes after; a wait for it waits for these. A copy that a
         stream was given has begun."""
-        return self.link.revoke(self)
+        link = self.link
+        with link._changed:
+            if self not in link._queue:
+                return False
+            del link._queue[self]
+            link.moved_bytes -= self.size_bytes
+            self.is_revoked = True
+            link._changed.notify_all()
+        self.request.drop()
+        self.request.future.set_result(None)
+        return True
 
     def roots(self) -> Iterator[Transfer]:
         """The copies that must end before its successors begin: itself, or, if revoked, those that it comes after."""
@@ -154,8 +152,6 @@ class Link:
         self._teller = ThreadPoolExecutor(1, f"link-{name}-ends", executor.begin_thread)
         self._changed = threading.Condition()
         self._queue: dict[Transfer, None] = {}  # in the order of the requests
-        self._demanded: list[tuple[int, Transfer]] = []  # a heap; some may have left the queue
-        self._requests = 0
         self._serving = 0
         self._last: Transfer | None = None  # the last that the executor was given
 
@@ -171,25 +167,24 @@ class Link:
 
     def copy(
         self, target: Tensor, source: Tensor, *, after: Sequence[Transfer] = (),
-        priority: Priority = Priority.DEMAND, then: Callable[[], object] | None = None,
+        prefetch: bool = False, then: Callable[[], object] | None = None,
     ) -> Transfer:  # fmt: skip
         """Copy `source` to `target` of the same size and dtype, after all `after` and all computing so far. Neither
         may be written until then, nor `target` read. A thread calls `then` when the bytes are there, before any wait
         on the host returns."""
         assert target.shape == source.shape and target.dtype == source.dtype
         work = partial(target.copy_, source, non_blocking=self.executor.on_stream)
-        size_bytes = source.numel() * source.element_size()
-        return self.run(work, size_bytes, after=after, priority=priority, then=then)
+        return self.run(work, source.nbytes, after=after, prefetch=prefetch, then=then)
 
     def run(
         self, work: Callable[[], object], size_bytes: int, *, after: Sequence[Transfer] = (),
-        priority: Priority = Priority.DEMAND, then: Callable[[], object] | None = None,
+        prefetch: bool = False, then: Callable[[], object] | None = None,
     ) -> Transfer:  # fmt: skip
         """As `copy`, where `work` moves the `size_bytes`."""
         told = then if not self.executor.on_stream else None
         request = Request(partial(self._begin, work, size_bytes, after, self.executor.now(), told))
-        transfer = Transfer(self, request, after, priority, size_bytes)
-        if priority is Priority.DEMAND:
+        transfer = Transfer(self, request, after, prefetch, size_bytes)
+        if not prefetch:
             for each in after:
                 each.expedite()
         with self._changed:
@@ -200,7 +195,8 @@ class Link:
             if is_next:
                 self._serving += 1
             else:
-                self._enqueue(transfer)
+                self._queue[transfer] = None
+                self._changed.notify_all()  # it may overtake what the thread waits for
         if is_next:
             self._serve(transfer)
         else:
@@ -247,35 +243,6 @@ class Link:
 
     # ---- order ----
 
-    def demand(self, transfer: Transfer) -> None:
-        """As `Transfer.expedite`, of one that may be in this link's queue."""
-        with self._changed:
-            transfer.priority = Priority.DEMAND
-            if transfer in self._queue:
-                heapq.heappush(self._demanded, (transfer.number, transfer))
-            self._changed.notify_all()
-
-    def revoke(self, transfer: Transfer) -> bool:
-        """As `Transfer.revoke`, of one that may be in this link's queue."""
-        with self._changed:
-            if transfer not in self._queue:
-                return False
-            del self._queue[transfer]
-            self.moved_bytes -= transfer.size_bytes
-            transfer.is_revoked = True
-            self._changed.notify_all()
-        transfer.request.drop()
-        transfer.request.future.set_result(None)
-        return True
-
-    def _enqueue(self, transfer: Transfer) -> None:
-        transfer.number = self._requests
-        self._requests += 1
-        self._queue[transfer] = None
-        if transfer.priority is Priority.DEMAND:
-            heapq.heappush(self._demanded, (transfer.number, transfer))
-        self._changed.notify_all()  # it may overtake what the thread waits for
-
     def _turn(self) -> None:
         """Serve one waiting copy; there may be none left, if one was revoked."""
         if (transfer := self._take()) is not None:
@@ -305,9 +272,9 @@ class Link:
 
     def _candidates(self) -> tuple[Transfer, ...]:
         """The first demanded copy, if there is one, and the first of all: no other may be the next."""
-        while self._demanded and self._demanded[0][1] not in self._queue:
-            heapq.heappop(self._demanded)
-        return *(each for _, each in self._demanded[:1]), next(iter(self._queue))
+        demanded = next((each for each in self._queue if not each.is_prefetch), None)
+        first = next(iter(self._queue))
+        return (first,) if demanded is None else (demanded, first)
 
     def _serve(self, transfer: Transfer) -> None:
         try:

@@ -111,7 +111,7 @@ class Buffers:
     def give(self, buffer: Tensor, *last: Transfer) -> None:
         """Give a buffer back; it may be written when `last` are done."""
         self._free.append((buffer, last))
-        self._leaving |= {transfer.link_name: transfer for transfer in last}
+        self._leaving |= {transfer.link.name: transfer for transfer in last}
 
     def rest(self) -> None:
         """Count no buffer as in use: all their transfers are done."""
@@ -138,11 +138,10 @@ class GradientOffloadBuffer:
         when this returns. `target` may be read after the returned transfer or after `flush`."""
         here = self.places.take_now(number)
         here.copy_(source)
-        size_bytes = source.numel() * source.element_size()
         if not add:
             gone = sent = self._down.copy(target, here)
         elif not self.on_stream:
-            gone = sent = self._down.run(partial(target.add_, here), size_bytes)
+            gone = sent = self._down.run(partial(target.add_, here), source.nbytes)
         else:
             landing, free = self._landings.take()
             landed = landing[: source.numel()]

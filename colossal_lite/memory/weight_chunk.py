@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
-from colossal_lite.memory.link import Link, Priority, Transfer
+from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
 from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
@@ -310,7 +310,7 @@ class WeightChunk:
         if self.local_shard is self.weights_at_rest:
             after = () if self.going_home is None else (self.going_home,)
             target = slot[slice(*self.shard)]
-            self._incoming = up.copy(target, self.local_shard, after=after, priority=Priority.PREFETCH)
+            self._incoming = up.copy(target, self.local_shard, after=after, prefetch=True)
         else:
             slot[slice(*self.shard)].copy_(self.local_shard)
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.copy_streams import LinkSpeeds, executor_for
-from colossal_lite.memory.link import Link, Priority, Transfer
+from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.offload.pieces import VISITING, StateKind
 from colossal_lite.offload.state_storage import (
@@ -215,7 +215,7 @@ class OffloadedOptimizerStates:
                 dropped.append(coming)
                 if coming.revoke():
                     for feeding in coming.after:
-                        if feeding.priority is Priority.PREFETCH:
+                        if feeding.is_prefetch:
                             feeding.revoke()
             del self._here[index]
             self._slots.give(index, *() if coming is None else (coming,))
@@ -304,7 +304,7 @@ class OffloadedOptimizerStates:
         slot, emptied = self._slots.take(index)
         self._here[index] = slot
         self._incoming[index] = transfer = self.up.copy(
-            slot[: source.numel()], source, after=(*emptied, *after), priority=Priority.PREFETCH
+            slot[: source.numel()], source, after=(*emptied, *after), prefetch=True
         )
         return transfer
 

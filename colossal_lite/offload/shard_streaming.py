@@ -25,7 +25,7 @@ from torch import Tensor
 from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.copy_streams import ThreadExecutor
-from colossal_lite.memory.link import Link, Priority, Transfer
+from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.pinned import host_room
 from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import GradientOffloadBuffer
@@ -151,7 +151,7 @@ class HostShardStream:
             self._copy_in(index, slot, gradient, before)
 
     def _copy_in(self, index: int, slot: Tensor, source: Tensor, before: Sequence[Transfer]) -> None:
-        coming = self._up.copy(slot[: source.numel()], source, after=before, priority=Priority.PREFETCH)
+        coming = self._up.copy(slot[: source.numel()], source, after=before, prefetch=True)
         self._incoming[index].append(coming)
 
     def here(self, index: int, *, is_whole: bool) -> None:

@@ -23,7 +23,7 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.copy_streams import Bus, LinkSpeed, ThreadExecutor
 from colossal_lite.memory.disk_file import DiskFile
 from colossal_lite.memory.disk_layout import FileLayout
-from colossal_lite.memory.link import Link, Priority, Transfer
+from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.pinned import host_pages
 from colossal_lite.memory.task_records import OPTIMIZER, TaskRecords
 from colossal_lite.memory.transfers import Buffers
@@ -270,7 +270,7 @@ class DiskStorage(StateStorage):
             slot, free = self._passing.take(*back)
             size_bytes = self.layout.sizes_bytes[index]
             transfer = self.reads.run(
-                partial(self._read, index, slot), size_bytes, after=(*free, *back), priority=Priority.PREFETCH
+                partial(self._read, index, slot), size_bytes, after=(*free, *back), prefetch=True
             )
             self._came[index] = slot, transfer
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from colossal_lite.memory import link as link_module
 from colossal_lite.memory.arena import ArenaAllocator
 from colossal_lite.memory.copy_streams import LinkSpeed, StreamExecutor, ThreadExecutor
-from colossal_lite.memory.link import Link, Priority, Transfer
+from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.schedule.interval_packing import visits
 from tests.shared.streams import Recorder
 
@@ -143,13 +143,13 @@ class Held:
         return self.ran
 
 
-AHEAD: dict[str, Any] = dict(priority=Priority.PREFETCH)
+AHEAD: dict[str, Any] = dict(prefetch=True)
 
 
 def test_demanded_copies_go_before_prefetches_and_each_keep_their_order() -> None:
     held = Held("up")
     for what in ("p1", "d1", "p2", "d2", "p3"):
-        held.ask("up", what, priority=Priority.PREFETCH if what[0] == "p" else Priority.DEMAND)
+        held.ask("up", what, prefetch=what[0] == "p")
     assert held.close() == ["d1", "d2", "p1", "p2", "p3"]
 
 
@@ -172,7 +172,7 @@ def test_who_waits_for_a_prefetch_puts_it_and_what_it_comes_after_in_demand_over
     ups = [held.ask("up", f"up {i}", after=(read,), **AHEAD) for i, read in enumerate(reads)]
     waits = threading.Thread(target=ups[2].finish)
     waits.start()
-    while ups[2].priority is not Priority.DEMAND or reads[2].priority is not Priority.DEMAND:
+    while ups[2].is_prefetch or reads[2].is_prefetch:
         assert waits.is_alive() and threading.active_count()
     held.let()
     waits.join(10)
@@ -255,7 +255,7 @@ def test_a_copy_whose_predecessor_ends_while_it_is_looked_at_begins(links: list[
     """Else nobody wakes the thread, as it once happened on a busy machine."""
     other, link = Link("down", ThreadExecutor()), Link("up", ThreadExecutor(), timeout_s=5.0)
     links += [other, link]
-    before = EndsUnseen(other, link_module.Request(lambda: None), (), Priority.DEMAND, 0)
+    before = EndsUnseen(other, link_module.Request(lambda: None), (), False, 0)
     copy = link.run(lambda: None, 0, after=(before,))
     copy.request.future.result(timeout=2.5)
     assert before.is_handed and copy.is_handed
@@ -280,7 +280,7 @@ class Asked:
 
     link: int
     after: tuple[int, ...]
-    priority: Priority
+    is_prefetch: bool
     fate: str
     pause: int
 
@@ -290,9 +290,9 @@ def graphs(draw: st.DrawFn) -> list[Asked]:
     made: list[Asked] = []
     for number in range(draw(st.integers(2, 24))):
         after = draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else set()
-        priority = draw(st.sampled_from(Priority))
+        is_prefetch = draw(st.booleans())
         fate = draw(st.sampled_from(["left", "left", "waited for", "revoked", "expedited"]))
-        made.append(Asked(draw(st.integers(0, 2)), tuple(after), priority, fate, draw(st.integers(0, 3))))
+        made.append(Asked(draw(st.integers(0, 2)), tuple(after), is_prefetch, fate, draw(st.integers(0, 3))))
     return made
 
 
@@ -333,7 +333,9 @@ def assert_runs_by_the_rules(graph: list[Asked], timeout_s: float) -> None:
         for number, asked in enumerate(graph):
             after = [transfers[each] for each in asked.after]
             transfers.append(
-                links[asked.link].run(partial(work, number, asked), 1, after=after, priority=asked.priority)
+                links[asked.link].run(
+                    partial(work, number, asked), 1, after=after, prefetch=asked.is_prefetch
+                )
             )
             acts.append(pool.submit(act, number, asked))
         for each in acts:
@@ -350,8 +352,7 @@ def assert_runs_by_the_rules(graph: list[Asked], timeout_s: float) -> None:
         for older in range(number):
             if {number, older} & revoked or graph[older].link != asked.link:
                 continue
-            is_demanded = [graph[i].priority is Priority.DEMAND for i in (older, number)]
-            if is_demanded[0]:  # nothing goes before what was in demand when it came
+            if not graph[older].is_prefetch:  # nothing goes before what was in demand when it came
                 assert place[older] < place[number], "an older demanded copy was overtaken"
 
 

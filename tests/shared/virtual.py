@@ -93,17 +93,13 @@ class VirtualTransfer:
     before: Sequence[VirtualTransfer]
     has_ended: bool = False
 
-    @property
-    def link_name(self) -> str:
-        return self.link.name
-
     def wait(self) -> None:
         start_s = self.link.clock.now_s
         self.link.clock.pass_to_end_of(self)
         self.link.blocked_s += self.link.clock.now_s - start_s
 
     finish = wait
-    priority, after, is_revoked = link.Priority.DEMAND, (), False
+    is_prefetch, after, is_revoked = False, (), False
 
     def revoke(self) -> bool:
         return False
@@ -124,7 +120,7 @@ class VirtualLink(link.Link):
         size_bytes: int,
         *,
         after: Sequence[VirtualTransfer] = (),
-        priority: link.Priority = link.Priority.DEMAND,
+        prefetch: bool = False,
         then: Callable[[], object] | None = None,
     ) -> VirtualTransfer:  # type: ignore[override]
         work()
