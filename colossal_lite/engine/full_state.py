@@ -198,7 +198,7 @@ class FullState:
         """Write the frozen weights that a load has changed. Raises FrozenError where others have them too."""
         if self._lent is not None:
             (chunk, local, changed), self._lent = self._lent, None
-            chunk.write(local, changed)
+            chunk.load_own(local, changed)
 
     def _tensors(self, buffer: Literal["gradient", "master"]) -> Iterator[tuple[str, Tensor]]:
         """Each trainable parameter's full tensor in host memory, from a buffer [owned] of its chunk. Collective."""

@@ -272,4 +272,4 @@ class LinkMarks:
         if not isinstance(optimizer, ChunkOptimizer):
             return 0.0, 0.0, 0.0, 0.0
         on_host, elsewhere = optimizer.updated[True], optimizer.updated[False]
-        return on_host, optimizer.calls_on_host, elsewhere, optimizer.work_timer.busy_s
+        return on_host, optimizer.calls_on_host, elsewhere, optimizer.work_timer.seconds

@@ -192,13 +192,13 @@ class Chunk(LocalShard, WeightChunk):
     def takes_changes(self) -> bool:
         return super().takes_changes and self.master is self.local_shard
 
-    def _load_own(self, local: slice, own: Tensor) -> None:
+    def load_own(self, local: slice, own: Tensor) -> None:
         if self.residual is not None:
             self.set_split_masters(local, own)
             return
         copy_into(self.master[local], own)
         if self.master is not self.local_shard:
-            super()._load_own(local, own)
+            super().load_own(local, own)
 
     def publish(self, start: int, stop: int) -> None:
         """Make the model see master elements [start, stop): of this rank's shard, until the next gather."""
@@ -214,10 +214,7 @@ class Chunk(LocalShard, WeightChunk):
     @property
     def master_bytes(self) -> int:
         """Bytes of what the masters have beside the weights."""
-        if self.master is self.local_shard:
-            return 0
-        kept = self.master if self.residual is None else self.residual
-        return kept.numel() * kept.element_size()
+        return 0 if self.master is self.local_shard else self.master_words.nbytes
 
     def rest_master(self, words: Tensor) -> None:
         """Use `words` as the memory of what the masters have beside the weights."""
@@ -234,12 +231,7 @@ class Chunk(LocalShard, WeightChunk):
         widened = cast_numel(length) * state.itemsize if self.types.gradient != state else 0
         if self.residual is None:
             return length * state.itemsize + widened
-        return (
-            self.local_shard.numel() * self.local_shard.element_size()
-            + self.master_bytes
-            + split.joined_bytes(length)
-            + widened
-        )
+        return self.local_shard.nbytes + self.master_bytes + split.joined_bytes(length) + widened
 
     # ---- tiers ----
 

@@ -20,8 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,6 +86,10 @@ class CopyExecutor(ABC):
 
     on_stream = False
 
+    def __init__(self) -> None:
+        self.held, self.busy = TimedSpans(), TimedSpans()
+        """Waits of computing, and all work that has ended, emulated waits among it."""
+
     @abstractmethod
     def now(self) -> Event | None:
         """An event after all computing issued so far; None where computing is synchronous."""
@@ -102,31 +105,21 @@ class CopyExecutor(ABC):
     def block_compute_until(self, handed: Callable[[], Event | None]) -> None:
         """Make later computing wait for the end of the work, whose event `handed` returns."""
 
-    @property
-    @abstractmethod
-    def held_s(self) -> float:
-        """Seconds that computing has waited so."""
-
-    @property
-    @abstractmethod
-    def busy_s(self) -> float:
-        """Seconds of all work that has ended, emulated ones among them."""
-
     def begin_thread(self) -> None:
         """Called by each thread of a link before its first work."""
         return
 
-    @abstractmethod
     def skip_emulated_delay(self) -> None:
         """Wait for no emulated time any more."""
+        return
 
 
 class ThreadExecutor(CopyExecutor):
     """Runs work on the calling thread, no faster than `speed`, on a `bus` that it may share."""
 
     def __init__(self, speed: LinkSpeed = AS_IT_COPIES, bus: Bus | None = None) -> None:
+        super().__init__()
         self.speed, self.bus = speed, bus or Bus()
-        self._held_s = self._busy_s = 0.0
         self._hurries = threading.Event()
 
     def now(self) -> None:
@@ -142,45 +135,15 @@ class ThreadExecutor(CopyExecutor):
         left_s = self.bus.take(start, self.speed.seconds(size_bytes)) - time.perf_counter()
         if left_s > 0:
             self._hurries.wait(left_s)
-        self._busy_s += time.perf_counter() - start
+        self.busy.add(start, time.perf_counter())
 
     def block_compute_until(self, handed: Callable[[], Event | None]) -> None:
         start = time.perf_counter()
         handed()
-        self._held_s += time.perf_counter() - start
-
-    @property
-    def held_s(self) -> float:
-        return self._held_s
-
-    @property
-    def busy_s(self) -> float:
-        return self._busy_s
+        self.held.add(start, time.perf_counter())
 
     def skip_emulated_delay(self) -> None:
         self._hurries.set()
-
-
-class ComputeTimer:
-    """Adds up the seconds of some of a device's computing."""
-
-    def __init__(self, device: torch.device, streams: Any = torch.cuda) -> None:
-        self._streams, self._device = streams if device.type == "cuda" else None, device
-        self._spans = TimedSpans()
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around a part of it."""
-        start = self._mark()
-        yield
-        self._spans.add(start, self._mark())
-
-    @property
-    def busy_s(self) -> float:
-        return self._spans.seconds
-
-    def _mark(self) -> Any:
-        return time.perf_counter() if self._streams is None else event_on(self._device, self._streams)
 
 
 class StreamExecutor(CopyExecutor):
@@ -190,9 +153,9 @@ class StreamExecutor(CopyExecutor):
 
     def __init__(self, device: torch.device, streams: Any = torch.cuda) -> None:
         """`streams`: what has torch.cuda's `Stream`, `Event`, `current_stream`, `stream` and `set_device`."""
+        super().__init__()
         self._device, self._streams = device, streams
         self._stream = streams.Stream(device)
-        self._held, self._busy = TimedSpans(), TimedSpans()  # waits of the computing, and copies
 
     def begin_thread(self) -> None:
         """A new thread has device 0, and leaving a stream sets it again: on other ranks' device, with memory there."""
@@ -210,7 +173,7 @@ class StreamExecutor(CopyExecutor):
                 self._stream.wait_event(event)
             start = event_on(self._device, self._streams)
             work()
-            self._busy.add(start, event_on(self._device, self._streams))
+            self.busy.add(start, event_on(self._device, self._streams))
             end: Event = self._stream.record_event()
         return end
 
@@ -219,19 +182,7 @@ class StreamExecutor(CopyExecutor):
         event = handed()  # a host that has to wait for this leaves the device without work meanwhile
         if event is not None:
             self._computing.wait_event(event)
-        self._held.add(stopped, event_on(self._device, self._streams))
-
-    @property
-    def held_s(self) -> float:
-        """Seconds of the waits that the device has finished."""
-        return self._held.seconds
-
-    @property
-    def busy_s(self) -> float:
-        return self._busy.seconds
-
-    def skip_emulated_delay(self) -> None:
-        """Nothing is emulated."""
+        self.held.add(stopped, event_on(self._device, self._streams))
 
     @property
     def _computing(self) -> Any:

@@ -84,7 +84,7 @@ class FrozenChunk(WeightChunk):
         )
         return None if name is None else f"the frozen weights {name} differ from those of"
 
-    def _load_own(self, local: slice, own: Tensor) -> None:
+    def load_own(self, local: slice, own: Tensor) -> None:
         """Set elements `local` of the shard. Raises FrozenError where others have the old ones."""
         if self.record is not None:
             values = self._kept(own)
@@ -96,11 +96,7 @@ class FrozenChunk(WeightChunk):
             if self._records.slots is not None:
                 self._records.slots.forget(self.record)
             own = values
-        super()._load_own(local, own)
-
-    def write(self, local: slice, own: Tensor) -> None:
-        """As `load`, of elements `local` of the shard."""
-        self._load_own(local, own)
+        super().load_own(local, own)
 
     @property
     def shares_slots(self) -> bool:

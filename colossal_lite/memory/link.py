@@ -158,12 +158,12 @@ class Link:
     @property
     def waited_s(self) -> float:
         """Seconds waited for copies: by a GPU's computing, by its own clock, and by the host."""
-        return self.executor.held_s + self.blocked_s
+        return self.executor.held.seconds + self.blocked_s
 
     @property
     def busy_s(self) -> float:
         """Seconds for which it has copied."""
-        return self.executor.busy_s
+        return self.executor.busy.seconds
 
     def copy(
         self, target: Tensor, source: Tensor, *, after: Sequence[Transfer] = (),

@@ -92,6 +92,11 @@ class ChunkSpec:
     def used_numel(self) -> int:
         return sum(entry.stop - entry.start for entry in self.entries)
 
+    @property
+    def few_names(self) -> str:
+        """Its first parameters, for messages."""
+        return ", ".join(entry.name for entry in self.entries[:3])
+
     def shard(self, parts: int, part: int) -> tuple[int, int]:
         """Elements [start, stop) of shard `part` of `parts` equal ones."""
         assert self.numel % parts == 0, f"chunk {self.id}: {self.numel} elements do not cut into {parts}"

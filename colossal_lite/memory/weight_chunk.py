@@ -28,6 +28,7 @@ from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import copied_to, copy_into, to_host
 from colossal_lite.numerics.precision import ChunkTypes
+from colossal_lite.numerics.torch_modes import storage_of
 
 Values = Callable[[str, int, int], Tensor]
 """Elements [start, stop) of the flattened local parameter of that name, in any dtype."""
@@ -70,10 +71,9 @@ class SavedView:
     def rebuilt(self) -> Tensor:
         """The view in the slot where the weights are now. Raises ValueError if they have changed since."""
         if self.version != self.chunk.version:
-            names = ", ".join(entry.name for entry in self.chunk.spec.entries[:3])
             raise ValueError(
-                f"backward: the weights {names} have been updated since the forward that it belongs to; call backward "
-                f"before step"
+                f"backward: the weights {self.chunk.spec.few_names} have been updated since the forward that it "
+                f"belongs to; call backward before step"
             )
         value = self.chunk.full_weight
         value = value if value.dtype == self.dtype else value.view(self.dtype)
@@ -199,10 +199,10 @@ class WeightChunk:
             begin, end = max(start, first), min(stop, last)
             if begin < end:
                 own = slice(local.start + begin - first, local.start + end - first)
-                self._load_own(own, block[begin - start : end - start])
+                self.load_own(own, block[begin - start : end - start])
         self.count_change()
 
-    def _load_own(self, local: slice, own: Tensor) -> None:
+    def load_own(self, local: slice, own: Tensor) -> None:
         """Set this rank's part of an entry: elements `local` of `local_shard`."""
         if self.is_sharded:
             copy_into(self.local_shard[local], own)
@@ -235,7 +235,7 @@ class WeightChunk:
         """The name of a parameter that others have given other data. Or that they have changed in place, where the next
         gather or update undoes it."""
         for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
-            if parameter.untyped_storage()._cdata != self._storage:
+            if storage_of(parameter) != self._storage:
                 return entry.name
         if self.takes_changes and self.weights is WeightState.WHOLE:
             return None
@@ -268,20 +268,22 @@ class WeightChunk:
         """Gather parts into `whole` [numel]: the one place where weights are sent, in its dtype."""
         return ranks.all_gather_async(part, whole)
 
-    def unshard(self, slot: Tensor) -> None:
-        """Start to gather sharded weights into `slot` [numel], lent until `reshard`. Collective. Raises ValueError
-        where the weights have no memory at this time of the step."""
+    def unshard(self, slot: Tensor, part: Tensor | None = None) -> None:
+        """Start to gather sharded weights into `slot` [numel], lent until `reshard`. With `part`, from the parts that
+        the neighbours have stored since, and collective among them; else from all shards. Raises ValueError where the
+        weights have no memory at this time of the step."""
         assert self.is_sharded and slot.numel() == self.spec.numel
-        if self.local_shard.is_meta and not self.device.type == "meta":
-            names = ", ".join(entry.name for entry in self.spec.entries[:3])
+        if part is None and self.local_shard.is_meta and not self.device.type == "meta":
             raise ValueError(
-                f"model: the weights {names} are read between the last backward of a step and their update. The device "
-                f"has gradients in their place then (memory.placement). Legal: reads after step or zero_grad; as many "
-                f"backwards a step as gradient_accumulation says; modules in the order of the first step"
+                f"model: the weights {self.spec.few_names} are read between the last backward of a step and their "
+                f"update. The device has gradients in their place then (memory.placement). Legal: reads after step or "
+                f"zero_grad; as many backwards a step as gradient_accumulation says; modules in the order of the first "
+                f"step"
             )
         self.move_weights(WeightState.GATHERING)
         self._value = slot
-        self._gathering = self._gather(self.shards, self.local_shard, slot)
+        ranks, own = (self.shards, self.local_shard) if part is None else (self.groups.near, part)
+        self._gathering = self._gather(ranks, own, slot)
 
     @property
     def part_numel(self) -> int:
@@ -290,16 +292,9 @@ class WeightChunk:
         return self.spec.numel // near if self.is_sharded and near < self.shards.size else 0
 
     def keep_part(self, part: Tensor) -> None:
-        """Copy this rank's part [part_numel] of the gathered weights for `unshard_near`."""
+        """Copy this rank's part [part_numel] of the gathered weights for `unshard`."""
         self.finish_gather()
         part.copy_(self.full_weight[slice(*self.spec.shard(self.groups.near.size, self.groups.near.coord))])
-
-    def unshard_near(self, slot: Tensor, part: Tensor) -> None:
-        """As `unshard`, from the parts that the neighbours have stored since. Collective among them."""
-        assert self.is_sharded and slot.numel() == self.spec.numel
-        self.move_weights(WeightState.GATHERING)
-        self._value = slot
-        self._gathering = self._gather(self.groups.near, part, slot)
 
     def fetch(self, slot: Tensor, up: Link) -> None:
         """Start to copy this rank's shard from the host to its part of `slot` [numel], lent until `reshard`. A shard
@@ -362,13 +357,12 @@ class WeightChunk:
 
     def saved(self, tensor: Tensor) -> SavedView | None:
         """The offset of `tensor` in the weights, or None if it is not a view of them."""
-        storage = tensor.untyped_storage()._cdata
-        if self._value is None or storage != self._value.untyped_storage()._cdata:
+        if self._value is None or storage_of(tensor) != storage_of(self._value):
             return None
         start_bytes = (
             tensor.storage_offset() * tensor.itemsize - self._value.storage_offset() * self._value.itemsize
         )
-        if not 0 <= start_bytes < self._value.numel() * self._value.itemsize:
+        if not 0 <= start_bytes < self._value.nbytes:
             return None
         offset = start_bytes // tensor.itemsize
         return SavedView(self, offset, tensor.shape, tensor.stride(), tensor.dtype, self.version)
@@ -376,7 +370,7 @@ class WeightChunk:
     @property
     def placeholder(self) -> int:
         """Identity of the storage that parameters have while the weights are not gathered."""
-        return int(self._nowhere.untyped_storage()._cdata)
+        return storage_of(self._nowhere)
 
     @property
     def seen_in(self) -> int:
@@ -385,7 +379,7 @@ class WeightChunk:
 
     def _show(self) -> None:
         value = self.full_weight
-        self._storage, start = value.untyped_storage()._cdata, value.storage_offset()
+        self._storage, start = storage_of(value), value.storage_offset()
         for (shape, strides, first), parameter in zip(self._views, self._parameters, strict=True):
             parameter.data = value.as_strided(shape, strides, start + first)
 

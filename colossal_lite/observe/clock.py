@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -52,6 +53,13 @@ class TimedSpans:
             return
         self._open.append((start, stop))
         self._fold()
+
+    @contextmanager
+    def during(self, device: torch.device) -> Iterator[None]:
+        """Add the span of a part of a device's computing."""
+        start = mark(device)
+        yield
+        self.add(start, mark(device))
 
     @property
     def seconds(self) -> float:

@@ -30,7 +30,7 @@ from torch import Tensor
 from colossal_lite.kernels import TORCH, Draws, Ops
 from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk, GradientState
-from colossal_lite.memory.copy_streams import ALL_AS_THEY_COPY, ComputeTimer, LinkSpeeds
+from colossal_lite.memory.copy_streams import ALL_AS_THEY_COPY, LinkSpeeds
 from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.packing import ChunkKey
@@ -39,6 +39,7 @@ from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import copied_to, sent_back
 from colossal_lite.numerics.optimizers import Group, Rule, rule_of
 from colossal_lite.numerics.random import key
+from colossal_lite.observe.clock import TimedSpans
 from colossal_lite.offload.host_updates import HostUpdates, updating_bytes
 from colossal_lite.offload.optimizer_states import OffloadedOptimizerStates
 from colossal_lite.offload.pieces import VISITING, StateKind, passing_bytes, unused_bytes
@@ -132,7 +133,7 @@ class ChunkOptimizer(OptimizerState):
         self._mix = self._chosen()
         self.can_choose_again = placement in ("host", "disk") and not shares and host_room is None
         """Whether no plan of a budget counts on the mix."""
-        self.work_timer = ComputeTimer(self._chunks[0].device if self._chunks else torch.device("cpu"))
+        self.work_timer = TimedSpans()
         """Of updates on the device, where state rests off it."""
         self.updated = {True: 0, False: 0}
         """Elements updated so far, on the host and elsewhere."""
@@ -254,7 +255,7 @@ class ChunkOptimizer(OptimizerState):
         if self.shards:
             self.shards.here(index, is_whole=all(used))
         chunk.take_weights(is_whole=all(used))
-        with self.work_timer.running() if self.tiers else nullcontext():
+        with self.work_timer.during(chunk.device) if self.tiers else nullcontext():
             apply(chunk, state, self._ops)
 
     def remake(self, chunk: Chunk) -> None:

@@ -57,7 +57,7 @@ class OptimizerState:
         """State of a chunk, its master left out: held now, and by its rule's formula."""
         index = self._index[chunk.spec.id]
         width = len(self._rules[index].states) * self._dtype_of(index).itemsize
-        held = sum(t.numel() * t.element_size() for t in self._state[index].values())
+        held = sum(t.nbytes for t in self._state[index].values())
         return held, (chunk.owned[1] - chunk.owned[0]) * width
 
     def record_bytes(self, index: int) -> int:

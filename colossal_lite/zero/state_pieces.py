@@ -185,7 +185,7 @@ def fixed_of(
     ]
     fixed = {
         "weights": sum(c.resting_bytes for c in chunks if c.weights_at_rest is None),
-        "gradients": sum(t.numel() * t.element_size() for t in gradients),
+        "gradients": sum(t.nbytes for t in gradients),
     }
     if is_staged or not _shares(optimizer):
         fixed["staging"] = sum(slots.planned_bytes for slots in slots_of(chunks))

@@ -21,6 +21,7 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.link import Link
 from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.weight_chunk import SavedView, WeightChunk, WeightState
+from colossal_lite.numerics.torch_modes import storage_of
 from colossal_lite.zero.forward_hooks import ForwardGates
 
 
@@ -84,7 +85,7 @@ class ShardedWeights(ForwardGates):
 
     def _note_arenas(self) -> None:
         arenas = (arena for arena in (self._arena, self._shared_arena) if arena is not None)
-        self._slots_in = {arena.untyped_storage()._cdata for arena in arenas}
+        self._slots_in = {storage_of(arena) for arena in arenas}
 
     def flush(self) -> None:
         """Run every deferred update."""
@@ -115,7 +116,7 @@ class ShardedWeights(ForwardGates):
     # ---- saved views ----
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | SavedView:
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_of(tensor)
         if not self._slots_in or storage in self._slots_in:
             for index in self._resident:
                 if (view := self._all[index].saved(tensor)) is not None:
@@ -134,19 +135,17 @@ class ShardedWeights(ForwardGates):
             chunk = self._all[index]
             # One that is being gathered changes in any collective, which moves all of them on.
             if chunk.weights is WeightState.WHOLE and chunk.saved(changed) is not None:
-                names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
                 raise ValueError(
-                    f"model: its forward changes one of {names}, ... in place. Here weights are copies, which are "
-                    f"dropped after use; legal: a buffer (register_buffer), or zero.stage=2 without offload"
+                    f"model: its forward changes one of {chunk.spec.few_names}, ... in place. Here weights are copies, "
+                    f"which are dropped after use; legal: a buffer (register_buffer), or zero.stage=2 without offload"
                 )
         super()._note_write(changed)
 
     def _refuse_read(self, chunk: WeightChunk) -> None:
         """An operation reads weights of a chunk that is not gathered. Raises ValueError."""
-        names = ", ".join(entry.name for entry in chunk.spec.entries[:3])
         raise ValueError(
-            f"model: one of {names}, ... is read while it is not gathered; at zero.stage=3 a weight is read by "
-            f"calling the module that owns it; or use zero.stage=2"
+            f"model: one of {chunk.spec.few_names}, ... is read while it is not gathered; at zero.stage=3 a weight is "
+            f"read by calling the module that owns it; or use zero.stage=2"
         )
 
     @staticmethod
@@ -171,12 +170,10 @@ class ShardedWeights(ForwardGates):
             slot = torch.empty(numel, dtype=chunk.types.compute, device=chunk.device)
         else:
             slot = self._arena[offset : offset + numel]
-        if near:
-            chunk.unshard_near(slot, self._part(index))
-        elif chunk.weights_at_rest is not None and self.up is not None:
+        if chunk.weights_at_rest is not None and self.up is not None and not near:
             chunk.fetch(slot, self.up)
         else:
-            chunk.unshard(slot)
+            chunk.unshard(slot, self._part(index) if near else None)
         self._resident[index] = -1 if offset is None else offset
         if self._arena is not None and offset is not None:
             self._count(offset + numel)

@@ -201,8 +201,8 @@ def _clip_looser(original: Any, self: Any, limit: float | None) -> float:
     return min(1.0, 1.5 * original(self, limit))
 
 
-def _drops_the_buffer(original: Any, self: Any, slot: Tensor) -> None:
-    original(self, slot)
+def _drops_the_buffer(original: Any, self: Any, slot: Tensor, *part: Any) -> None:
+    original(self, slot, *part)
     slot.mul_(1.0 + 1e-6)
 
 

@@ -67,8 +67,8 @@ FAULTS_ZERO: Faults = {
 # ---- sharded weights ----
 
 
-def _shards_rolled(original: Any, self: Any, slot: torch.Tensor) -> None:
-    original(self, slot)
+def _shards_rolled(original: Any, self: Any, slot: torch.Tensor, *part: Any) -> None:
+    original(self, slot, *part)
     assert self._gathering is not None
     self._gathering.wait()
     slot.copy_(slot.roll(self.local_shard.numel()))
@@ -123,11 +123,11 @@ FAULTS_WEIGHTS: Faults = {
 # ---- sharded weights that do not train ----
 
 
-def _shards_of_frozen_rolled(original: Any, self: Any, slot: torch.Tensor) -> None:
+def _shards_of_frozen_rolled(original: Any, self: Any, slot: torch.Tensor, *part: Any) -> None:
     if isinstance(self, find("Chunk")):
-        original(self, slot)
+        original(self, slot, *part)
     else:
-        _shards_rolled(original, self, slot)
+        _shards_rolled(original, self, slot, *part)
 
 
 def _frozen_dropped_at_once(original: Any, self: Any, needs: Any) -> None:

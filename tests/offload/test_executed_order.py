@@ -59,7 +59,7 @@ def seen_by(events: list[Event]) -> Iterator[tuple[type, str, Callable[..., Any]
         return subject.spec.id if isinstance(subject, Chunk) else subject
 
     yield noted(Stages, "run", "F", given)
-    for name, kind in (("unshard", "UNSHARD"), ("unshard_near", "UNSHARD"), ("gather_fetched", "UNSHARD"),
+    for name, kind in (("unshard", "UNSHARD"), ("gather_fetched", "UNSHARD"),
                        ("fetch", "FETCH"), ("reshard", "RESHARD")):  # fmt: skip
         yield noted(WeightChunk, name, kind, of_chunk)
     yield noted(Chunk, "start_reduce", "REDUCE", of_chunk)
