@@ -88,7 +88,7 @@ class CopyExecutor(ABC):
 
     def __init__(self) -> None:
         self.held, self.busy = TimedSpans(), TimedSpans()
-        """Waits of computing, and all work that has ended, emulated waits among it."""
+        """For how long computing has waited, and all work that has ended has taken, emulated times among it."""
 
     @abstractmethod
     def now(self) -> Event | None:
