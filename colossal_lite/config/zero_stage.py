@@ -12,7 +12,6 @@ class Sharding:
     """The state that a stage shards, and how its gradients are reduced."""
 
     state: bool = False
-    gradient: bool = False
     weight: bool = False
     by_micro_batch: bool = False
     ordered: bool = False
@@ -41,7 +40,6 @@ class Sharding:
         )
         return cls(
             state=zero.stage >= 1,
-            gradient=as_you_go,
             weight=zero.stage == 3,
             by_micro_batch=as_you_go or ordered or frees,
             ordered=ordered,

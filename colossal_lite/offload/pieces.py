@@ -93,10 +93,8 @@ STAGING = {
     StateKind.WEIGHTS: (VISITING[StateKind.WEIGHTS],),
     StateKind.GRADIENTS: (VISITING[StateKind.GRADIENTS], LEAVING),
     StateKind.OPTIMIZER: (VISITING[StateKind.OPTIMIZER],),
-    StateKind.FROZEN: (),
-    StateKind.LAST_SUM: (),
 }
-"""The staging buffers of a piece on the host, by kind."""
+"""The staging buffers of a piece on the host, by kind; none for other kinds."""
 # For updates on the host. A gradient is used up while another arrives. Weights that are copied both ways have as many
 # slots as on the device. Of weights that are only written one is copied out while another is written.
 GRADIENT_DOWN = StagingBuffer("gradient down", "host", COMING, "buffers in a row")
@@ -119,9 +117,6 @@ class Name(NamedTuple):
 
     chunk: int
     kind: StateKind
-
-    def __str__(self) -> str:
-        return f"{self.kind} of {self.chunk}"
 
 
 class LinkCrossing(NamedTuple):
@@ -171,9 +166,8 @@ class StatePiece:
             return self.beside[not is_off_device]
         if not is_off_device:
             return LinkCrossing()
-        return LinkCrossing(
-            self.ups, self.downs, (LEAVING,) if self._stays_last(on_host) else STAGING[self.name.kind]
-        )
+        slots = (LEAVING,) if self._stays_last(on_host) else STAGING.get(self.name.kind, ())
+        return LinkCrossing(self.ups, self.downs, slots)
 
     def is_time_shared(self, on_host: frozenset[Name]) -> bool:
         """Whether it shares memory in an arena."""

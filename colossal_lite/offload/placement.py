@@ -109,7 +109,9 @@ class StatePlacement:
     def visiting_bytes(self) -> int:
         """Slots on the device in which what rests off it is updated, and through which gradients leave; with what else
         is in one arena with them."""
-        return self.arena.bytes if self.beside is not None else visiting_bytes(self.pieces, self.off_device)
+        if self.beside is not None:
+            return self.arena.bytes
+        return slot_bytes(self.pieces, self.off_device, "device")
 
     @cached_property
     def arena(self) -> ArenaPlan:
@@ -164,11 +166,6 @@ class StatePlacement:
     def host_bytes(self) -> int:
         return self._bytes_on("host")
 
-    @property
-    def disk_bytes(self) -> int:
-        """Of the file, whole pages."""
-        return self._bytes_on("disk")
-
     def _bytes_on(self, tier: str) -> int:
         return sum(held for _, where, held in self.rows if where == tier)
 
@@ -216,16 +213,6 @@ class StatePlacement:
 def _held(tier: str, held_bytes: int, budget: int | None) -> str:
     of = "" if budget is None else f" of {budget:,}{': does not fit' if held_bytes > budget else ''}"
     return f"{tier:<19} {held_bytes:>14,}{of}"
-
-
-def visiting_bytes(
-    pieces: Sequence[StatePiece], on_host: frozenset[Name], beside: Sequence[LiveRange] | None = None
-) -> int:  # fmt: skip
-    """Bytes on the device of the slots of pieces on the host. They share one arena with the pieces `beside` them, if
-    any."""
-    if beside is None:
-        return slot_bytes(pieces, on_host, "device")
-    return pack_live_ranges([*beside, *_live_ranges_of(pieces, on_host)]).bytes
 
 
 def slot_bytes(pieces: Iterable[StatePiece], on_host: frozenset[Name], tier: str) -> int:
@@ -279,8 +266,8 @@ def _takers(pieces: Iterable[StatePiece], on_host: frozenset[Name]) -> Iterator[
 
 
 class _Least:
-    """`visiting_bytes` if places fit together without a gap, which they do as a rule: quickly, for many choices of the
-    same pieces that differ in a few from one to the next."""
+    """`StatePlacement.visiting_bytes` if places fit together without a gap, which they do as a rule: quickly, for many
+    choices of the same pieces that differ in a few from one to the next."""
 
     def __init__(self, pieces: Sequence[StatePiece], beside: Sequence[LiveRange] | None) -> None:
         self._of_chunk, self._on_host = _by_chunk(pieces), frozenset(piece.name for piece in pieces)

@@ -47,8 +47,7 @@ class Measured:
     device_update: float
     up: float
     down: float
-    up_beside_down: float
-    down_beside_up: float
+    both_ways: float
     host_memory: float
     call_s: float
     disk: float | None = None
@@ -57,8 +56,8 @@ class Measured:
     def rates(self) -> RatesConfig:
         """The settings of `memory.rates`: of the link those of both directions at once, as updates use them."""
         return RatesConfig(
-            host_update=self.host_update, device_update=self.device_update, up=round(self.up_beside_down),
-            down=round(self.down_beside_up), host_memory=round(self.host_memory), call_s=self.call_s,
+            host_update=self.host_update, device_update=self.device_update, up=round(self.both_ways),
+            down=round(self.both_ways), host_memory=round(self.host_memory), call_s=self.call_s,
             disk=None if self.disk is None else round(self.disk),
         )  # fmt: skip
 
@@ -97,8 +96,8 @@ def measure(device: torch.device, ops: Ops, disk_dir: Path | None = None) -> Mea
     ]
     return Measured(
         host_update=NUMEL / host_s, host_update_beside_copies=NUMEL / beside_s, device_update=NUMEL / device_s,
-        up=size_bytes / up_s, down=size_bytes / down_s, up_beside_down=size_bytes / both_s,
-        down_beside_up=size_bytes / both_s, host_memory=max(moved_s), call_s=call_s,
+        up=size_bytes / up_s, down=size_bytes / down_s, both_ways=size_bytes / both_s,
+        host_memory=max(moved_s), call_s=call_s,
         disk=None if disk_dir is None else _disk(disk_dir, device),
     )  # fmt: skip
 

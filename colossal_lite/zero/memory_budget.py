@@ -46,7 +46,7 @@ from colossal_lite.memory.pinned import give_back_freed
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.observe.memory_meter import AllocatedBytes, LiveBytes
 from colossal_lite.offload.pieces import LEAVING, Name, StateKind, StatePiece
-from colossal_lite.offload.placement import StatePlacement, visiting_bytes
+from colossal_lite.offload.placement import StatePlacement, slot_bytes
 from colossal_lite.schedule.interval_packing import LiveRange, pack_live_ranges
 from colossal_lite.schedule.plan import Action
 from colossal_lite.schedule.step_moments import SharedInterval
@@ -202,7 +202,7 @@ class MemoryBudget:
         if self._device.type != "cuda":
             return LiveBytes()
         fixed, pieces = self._fixed | self._visiting, self._pieces()
-        slots = visiting_bytes(pieces, frozenset(piece.name for piece in pieces))
+        slots = slot_bytes(pieces, frozenset(piece.name for piece in pieces), "device")
         if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.shards is not None:
             slots = sum(visit.bytes for visit in self._optimizer.visits if visit.tier is None)
         return AllocatedBytes(self._device, sum(fixed.values()) + self._frozen_bytes + slots)

@@ -49,16 +49,12 @@ from colossal_lite.offload.state_storage import MASTER, READ_AHEAD, OpenFile
 from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, part_of, update_plan
 from colossal_lite.schedule.plan import DISK, Action, ActionKind, Plan
 from colossal_lite.schedule.step_moments import UPDATES
-from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix
+from colossal_lite.schedule.update_mix import UpdateMix
 from colossal_lite.schedule.update_rates import UpdateBytes
 from colossal_lite.zero.optimizer_state import OptimizerState
 
 Choice = Callable[[UpdateBytes, Sequence[int]], UpdateMix]
 """The mix of chunks with these bytes and these numbers in the whole model."""
-
-
-def _on_device(work: UpdateBytes, ids: Sequence[int]) -> UpdateMix:
-    return ALL_ON_DEVICE
 
 
 @dataclass(frozen=True)
@@ -116,9 +112,9 @@ class ChunkOptimizer(OptimizerState):
 
     def __init__(
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
-        records: TaskRecords, placement: str = "device", timeout_s: float = 600.0,
+        records: TaskRecords, choice: Choice, placement: str = "device", timeout_s: float = 600.0,
         speeds: LinkSpeeds = ALL_AS_THEY_COPY, open_file: OpenFile | None = None,
-        seed: int = 0, choice: Choice = _on_device, backward: bool = False, host_room: int | None = None,
+        seed: int = 0, backward: bool = False, host_room: int | None = None,
     ) -> None:  # fmt: skip
         """`placement`: the tier on which state, and masters that are apart from the weights, rest: on the host, in
         `records`, where those may take `host_room` bytes with what their updates need there, and the rest is on disk

@@ -223,8 +223,3 @@ class OptimizerState:
     def set_updates(self, updates: Mapping[str, int]) -> None:
         """Set these counts; a parameter that is not named has taken none."""
         self._steps = [[updates.get(entry.name, 0) for entry in c.spec.entries] for c in self._chunks]
-
-    @property
-    def state_bytes(self) -> int:
-        """Held now."""
-        return sum(t.numel() * t.element_size() for state in self._state for t in state.values())

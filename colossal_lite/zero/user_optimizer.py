@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.link import Link
 from colossal_lite.memory.transfers import sent_back
-from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.torch_modes import storage_of
 from colossal_lite.schedule.optimizer_updates import update_plan
 from colossal_lite.schedule.plan import Action, ActionKind
@@ -119,45 +118,21 @@ class OwnOptimizer:
         ]
         return torch.stack(sums) if sums else torch.zeros(0)
 
-    def tier_of(self, chunk: Chunk) -> None:
-        """Where the state of a chunk rests: on the device."""
+    def _nothing(self, *_: object) -> None:
+        """State is the optimizer's own, on the device: nothing of it is fetched, deferred, shared, counted or open."""
+
+    tier_of = close = check = settle = prepare = begin = defer = changing = unchanged = rest = _nothing
+    set_updates = _nothing
 
     def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
         """Bytes of a chunk's state now, twice: only the optimizer knows what it will be."""
         held = sum(t.numel() * t.element_size() for state in self.states_of(chunk) for t in state.values())
         return held, held
 
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def check(self) -> None:
-        """Nothing can have failed."""
-
-    def settle(self) -> None:
-        """Nothing to do: state is on the device."""
-
     @property
     def links(self) -> tuple[Link, ...]:
         """None: state is on the device."""
         return ()
-
-    def prepare(self) -> None:
-        """Nothing to fetch."""
-
-    def begin(self) -> None:
-        """Nothing to do: the optimizer's step is one."""
-
-    def defer(self) -> None:
-        """Nothing to do: state is on the device."""
-
-    def changing(self, frozen: Sequence[WeightChunk] = ()) -> None:
-        """Nothing is shared."""
-
-    def unchanged(self) -> None:
-        """Nothing is shared."""
-
-    def rest(self) -> None:
-        """Nothing to do: state is on the device."""
 
     @contextmanager
     def at_hand(self, chunk: Chunk, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
@@ -185,21 +160,13 @@ class OwnOptimizer:
         """None is counted here."""
         return {}
 
-    def set_updates(self, updates: Mapping[str, int]) -> None:
-        """Nothing is counted here."""
-
     @property
-    def state_bytes(self) -> int:
-        """Held now; an optimizer makes its state at its first step."""
+    def forecast_bytes(self) -> int:
+        """Bytes of its state now: it makes that at its first step, and only it knows what it will be."""
         tensors = (
             t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)
         )
         return sum(t.numel() * t.element_size() for t in tensors)
-
-    @property
-    def forecast_bytes(self) -> int:
-        """Bytes of its state; only the optimizer knows what it will be."""
-        return self.state_bytes
 
 
 def in_order_of(

@@ -36,7 +36,7 @@ def test_the_command_writes_a_file_that_a_run_reads_and_says_what_the_link_is(
     told = capsys.readouterr().out
     for what in (
         "update on the host while the link copies",
-        "link up, while",
+        "link up, and down, while",
         "bookkeeping",
         "disk, both",
         "block",

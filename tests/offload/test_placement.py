@@ -35,7 +35,6 @@ from colossal_lite.offload.placement import (
     slot_bytes,
     spill_to_disk,
     spilled,
-    visiting_bytes,
 )
 from colossal_lite.schedule.interval_packing import LiveRange, pack_live_ranges
 from colossal_lite.schedule.step_moments import (
@@ -434,7 +433,7 @@ def test_without_capacity_everything_on_the_host_is_the_bound_and_the_best(own_m
 
 def test_what_is_used_most_often_stays_first() -> None:
     pieces = pieces_of([(4, 4, 8)] * 12, accumulation=2)
-    slots = visiting_bytes(pieces, frozenset(p.name for p in pieces))
+    slots = slot_bytes(pieces, frozenset(p.name for p in pieces), "device")
     placed = place(pieces, {}, slots + 3 * 4)
     kept = {piece.name for piece in pieces} - placed.on_host
     assert kept == {Name(chunk, StateKind.WEIGHTS) for chunk in range(3)}
@@ -443,7 +442,8 @@ def test_what_is_used_most_often_stays_first() -> None:
 def test_with_the_last_piece_of_a_kind_its_slots_go() -> None:
     """All weights fit without the slots in which they would visit, though not beside them."""
     pieces = pieces_of([(10, 1, 1)] * 4)
-    rest = visiting_bytes(pieces, frozenset(p.name for p in pieces if p.name.kind is not StateKind.WEIGHTS))
+    others = frozenset(p.name for p in pieces if p.name.kind is not StateKind.WEIGHTS)
+    rest = slot_bytes(pieces, others, "device")
     placed = place(pieces, {}, 40 + rest)
     assert not any(name.kind is StateKind.WEIGHTS for name in placed.on_host)
 

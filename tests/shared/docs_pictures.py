@@ -156,9 +156,10 @@ def tiers() -> str:
     ]
     placed = place(pieces, {"activations": 16 * unit}, 112 * unit)
     placed = spill_to_disk(placed, 96 * unit)
+    on_disk = sum(held for _, tier, held in placed.rows if tier == "disk")
     title = (
         f"8 chunks of 18 MiB under device_budget 112 MiB and host_budget 96 MiB: {placed.device_bytes // unit}, "
-        f"{placed.host_bytes // unit} and {placed.disk_bytes // unit} MiB used"
+        f"{placed.host_bytes // unit} and {on_disk // unit} MiB used"
     )
     out, colours = [text(4, 16, title)], dict(zip(sizes, PALETTE, strict=False))
     entries, y = legend({str(kind): colour for kind, colour in colours.items()}, 26, 4, WIDTH)

@@ -22,7 +22,7 @@ from colossal_lite.memory.arena import ArenaAllocator
 from colossal_lite.memory.copy_streams import LinkSpeed
 from colossal_lite.observe.memory_meter import LiveBytes
 from colossal_lite.offload.pieces import Name, StateKind
-from colossal_lite.offload.placement import StatePlacement, place, spill_to_disk, visiting_bytes
+from colossal_lite.offload.placement import StatePlacement, place, spill_to_disk
 from colossal_lite.planner import planner
 from colossal_lite.zero import build_chunks as build_module
 from colossal_lite.zero import state_pieces
@@ -556,12 +556,12 @@ def over_the_bound(told: Told, micro_batches: int, *, own_master: bool = True) -
     the slots in which it visits and is fetched ahead, and the unit that computes."""
     placed = told.placement
     assert placed.budget is not None
-    moving = [
+    moving = tuple(
         replace(piece, shared=None, last_sum=False)
         for piece in placed.pieces
         if piece.name.kind is not StateKind.LAST_SUM
-    ]
-    fixed = sum(held for _, held in placed.fixed) + visiting_bytes(moving, placed.off_device, placed.beside)
+    )
+    fixed = sum(held for _, held in placed.fixed) + replace(placed, pieces=moving).visiting_bytes
     phases = phases_of(told, micro_batches, own_master=own_master)
     bound = link_bound(phases, placed.budget - fixed + told.unit_bytes)
     return (told.up_bytes + told.down_bytes) / bound
