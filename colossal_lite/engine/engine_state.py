@@ -220,7 +220,7 @@ class EngineState:
             raise
         for chunk in self._chunks:
             with self._optimizer.at_hand(chunk):
-                chunk.publish(0, chunk.owned[1] - chunk.owned[0])
+                chunk.publish(0, chunk.owned_numel)
             chunk.start_gather()
         for frozen in self._frozen:
             frozen.count_change()

@@ -71,7 +71,7 @@ class Updates:
     @property
     def under_way(self) -> bool:
         """Whether a step that updates within backward has begun and not ended; the same on all ranks."""
-        return self._in_backward is not None and self._in_backward.goes
+        return self._in_backward is not None and self._in_backward.deferred is not None
 
     @property
     def defers(self) -> bool:
@@ -115,8 +115,9 @@ class Updates:
         """Run the updates that are left, and start the gathers of their weights, unless a gradient was not finite."""
         assert self._in_backward is not None
         self._used.update(totals.used)
-        self._in_backward.finish()
-        self._in_backward.over()
+        if (deferred := self._in_backward.deferred) is not None:
+            deferred.finish()
+        self._in_backward.deferred = None
         for chunk in self._chunks if totals.is_finite else ():
             self._weights.updated(chunk, changed=any(totals.used[chunk.spec.id]))
 
@@ -126,12 +127,12 @@ class Updates:
             self._told.wait()
             self._told = None
         if self._in_backward is not None:
-            self._in_backward.over()
+            self._in_backward.deferred = None
 
     def drain(self) -> None:
         """Before weights are loaded: wait for the updates on the host that backward has started."""
-        if self._in_backward is not None:
-            self._in_backward.drain()
+        if self._in_backward is not None and self._in_backward.deferred is not None:
+            self._in_backward.deferred.drain()
 
     # ---- without updates ----
 

@@ -75,7 +75,7 @@ LEGAL = {
 }
 
 
-class Chunk(LocalShard, WeightChunk):
+class Chunk(WeightChunk, LocalShard):
     """The tensors of one `ChunkSpec` that trains, on this rank."""
 
     # Time-shared memory, given by `share_time`.
@@ -138,7 +138,7 @@ class Chunk(LocalShard, WeightChunk):
 
     def _make_masters(self, begins: torch.device) -> None:
         """Allocate masters, zeros, on the device `begins`."""
-        types, length = self.types, self.owned[1] - self.owned[0]
+        types, length = self.types, self.owned_numel
         where = torch.device("meta") if types.split else begins
         is_apart = types.master != types.compute
         self.master = zeros_on(where, length, types.master) if is_apart else self.local_shard
@@ -151,7 +151,7 @@ class Chunk(LocalShard, WeightChunk):
     def _make_gradient(self, device: torch.device, *, can_rest: bool) -> None:
         """Allocate the sum and begin a step without gradients. `can_rest`: the sum may be on the host, if it is of
         what this rank owns."""
-        types, length = self.types, self.owned[1] - self.owned[0]
+        types, length = self.types, self.owned_numel
         self.accumulating: Tensor | None = None
         self.gradient_at_rest: Tensor | None = None
         """The host memory of `gradient`, if it is offloaded."""
@@ -227,7 +227,7 @@ class Chunk(LocalShard, WeightChunk):
     def update_bytes(self) -> int:
         """Bytes that an update needs beside the state: a copy that shows changes, joined masters, widened
         gradients."""
-        length, state = self.owned[1] - self.owned[0], self.types.state
+        length, state = self.owned_numel, self.types.state
         widened = cast_numel(length) * state.itemsize if self.types.gradient != state else 0
         if self.residual is None:
             return length * state.itemsize + widened

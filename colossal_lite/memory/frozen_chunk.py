@@ -48,7 +48,7 @@ class FrozenChunk(WeightChunk):
         assert self._records is not None
         shapes = [(e.name, e.start, e.stop, [*parameters[e.name].shape]) for e in self.spec.entries]
         place = (self.world.size, self.world.rank) if self.world is not None else (1, 0)
-        numel, dtype = self.owned[1] - self.owned[0], self.types.compute
+        numel, dtype = self.owned_numel, self.types.compute
         self.record = self._records.take_frozen(
             record_name(self.base, str(dtype), self.owned, place, shapes), numel, dtype,
             same=lambda flat: self._difference(flat, initial), fill=lambda flat: self._fill_all(flat, initial),

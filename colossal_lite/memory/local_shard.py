@@ -14,6 +14,7 @@ from colossal_lite.kernels import split
 from colossal_lite.memory.transfers import to_device
 
 
+@dataclass(eq=False, repr=False)
 class LocalShard:
     """The tensors that a rank owns of a chunk, as an update reads and writes them: on the device or on the host."""
 
@@ -58,13 +59,3 @@ class LocalShard:
         for half, changed in zip(halves, here, strict=True):
             if changed is not half:  # the residual is on another tier
                 half.copy_(changed)
-
-
-@dataclass
-class HostShard(LocalShard):
-    """The tensors [owned] on the host for an update there."""
-
-    local_shard: Tensor
-    master: Tensor
-    residual: Tensor | None
-    gradient: Tensor

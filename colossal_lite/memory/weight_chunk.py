@@ -109,13 +109,13 @@ class WeightChunk:
         self.spec, self.groups, self.shards = spec, groups, groups.shards
         self.shard = spec.shard(self.shards.size, self.shards.coord)
         self.owned = self.shard if shard_state else (0, spec.numel)
+        self.owned_numel = self.owned[1] - self.owned[0]
         self._records = on_host
         self.types, dtype = types, types.compute
         self._nowhere = torch.full((), torch.nan, dtype=dtype, device=device)
         self.is_sharded = shard_value and (self.shards.size > 1 or on_host is not None)
-        length = self.owned[1] - self.owned[0]
         rests = self.is_sharded and on_host is not None
-        kept = self._room(WEIGHTS, length if self.is_sharded else spec.numel, dtype, rests=rests)
+        kept = self._room(WEIGHTS, self.owned_numel if self.is_sharded else spec.numel, dtype, rests=rests)
         self.weights_at_rest = kept if rests else None
         """The host memory of `local_shard`, if it is offloaded; during an update `local_shard` is elsewhere."""
         self._value = None if self.is_sharded else kept

@@ -26,14 +26,14 @@ from torch import Tensor
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.copy_streams import ThreadExecutor
 from colossal_lite.memory.link import Link, Transfer
-from colossal_lite.memory.local_shard import HostShard
+from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.pinned import host_room
 from colossal_lite.memory.transfers import Buffers
 from colossal_lite.offload.pieces import GRADIENT_DOWN, WEIGHTS_BOTH, WEIGHTS_UP, StagingBuffer
 from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing
 from colossal_lite.schedule.update_mix import UpdateMix
 
-Job = Callable[[HostShard], None]
+Job = Callable[[LocalShard], None]
 
 
 def crossing_of(chunk: Chunk) -> Crossing:
@@ -213,15 +213,15 @@ class HostUpdates:
         return Buffers(slots)
 
 
-def _part_of(chunk: Chunk, weights: Tensor, words: Tensor | None, gradient: Tensor) -> HostShard:
+def _part_of(chunk: Chunk, weights: Tensor, words: Tensor | None, gradient: Tensor) -> LocalShard:
     """The tensors of a chunk that its update reads and writes on the host."""
     if chunk.residual is not None:
         assert words is not None
-        return HostShard(weights, chunk.master, words.view(torch.int16), gradient)
-    return HostShard(weights, weights if words is None else words, None, gradient)
+        return LocalShard(weights, chunk.master, words.view(torch.int16), gradient)
+    return LocalShard(weights, weights if words is None else words, None, gradient)
 
 
-def _run(part: HostShard, job: Job, *, is_whole: bool) -> None:
+def _run(part: LocalShard, job: Job, *, is_whole: bool) -> None:
     if not is_whole and not part.updates_weights:
         part.local_shard.copy_(part.master)  # of elements that are not updated
     job(part)

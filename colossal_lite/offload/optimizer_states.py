@@ -73,12 +73,14 @@ class OffloadedOptimizerStates:
         is_all = self.disk is not None and len(on_disk or ()) == len(self._chunks)
         self._default_storage: StateStorage = self.disk if self.disk is not None and is_all else self._host
         on_disk_now = {index for index in on_disk or () if self._records[index].size}
-        self._storage_of: dict[int, StateStorage] = {
+        self.storage_of: dict[int, StateStorage] = {
             index: self.disk if self.disk is not None and index in on_disk_now else self._host
             for index, record in enumerate(self._records)
             if record.size
         }
-        self._slots = ArenaAllocator((), self._dtype, device)
+        """Where the record of each chunk rests that does not stay on the device."""
+        self.staging_places = ArenaAllocator((), self._dtype, device)
+        """Places on the device for copies of records."""
         if not shares:
             self.settle_places(None)
         self._here: dict[int, Tensor] = {}
@@ -87,26 +89,21 @@ class OffloadedOptimizerStates:
         self.down = Link("d2h", executor_for(device, speeds.down), timeout_s=timeout_s)
         if self.disk is not None:
             self.disk.begin(on_disk_now)
-        for index, storage in self._storage_of.items():
+        for index, storage in self.storage_of.items():
             # One after the other: the chunk frees its own masters as soon as they are copied.
             storage.take_in(index, partial(_fill_master, self._chunks[index]))
             self.at_rest(index)
 
-    @property
-    def moves(self) -> dict[ActionKind, Callable[[Action], None]]:
-        """What the actions of the plan beside UPDATE do."""
+    def move(self, action: Action) -> None:
+        """Begin what an action of the plan beside UPDATE says."""
         ways = {ActionKind.FETCH: (self.fetch, self.read), ActionKind.EVICT: (self.evict, self.write)}
-
-        def move(action: Action) -> None:
-            ways[action.kind][action.resource == DISK](action.chunk or 0)
-
-        return dict.fromkeys(ways, move)
+        ways[action.kind][action.resource == DISK](action.chunk or 0)
 
     # ---- what rests where ----
 
     def tier_of(self, index: int) -> str:
         """Where the record of a chunk rests that does not stay on the device; or would, if it has none."""
-        return self._storage_of.get(index, self._default_storage).tier
+        return self.storage_of.get(index, self._default_storage).tier
 
     @property
     def on_disk(self) -> frozenset[int]:
@@ -116,12 +113,12 @@ class OffloadedOptimizerStates:
     @property
     def on_host(self) -> frozenset[int]:
         """Chunks with a record that are updated on the host."""
-        return self._mix.on_host & {*self._storage_of}
+        return self._mix.on_host & {*self.storage_of}
 
     def record_bytes(self, tier: str) -> int:
         """Of all records that rest on a tier."""
         numel = sum(
-            self._records[index].size for index, storage in self._storage_of.items() if storage.tier == tier
+            self._records[index].size for index, storage in self.storage_of.items() if storage.tier == tier
         )
         return numel * self._dtype.itemsize
 
@@ -138,26 +135,11 @@ class OffloadedOptimizerStates:
 
     def settle_places(self, arena: Arena | None) -> None:
         """Allocate places on the device for copies of records, in `arena`; None: in one of their own."""
-        self._slots = ArenaAllocator((), self._dtype, self._device)  # the old ones go first
-        visiting, width = sorted({*self._storage_of} - self.on_host), self._dtype.itemsize
+        self.staging_places = ArenaAllocator((), self._dtype, self._device)  # the old ones go first
+        visiting, width = sorted({*self.storage_of} - self.on_host), self._dtype.itemsize
         sizes = {index: self._records[index].size * width for index in visiting}
         ranges = VISITING[StateKind.OPTIMIZER].wide(self._mix.record_width).live_ranges(sizes)
-        self._slots = ArenaAllocator(ranges, self._dtype, self._device, arena)
-
-    @property
-    def device_bytes(self) -> int:
-        """Of the places on the device."""
-        return self._slots.bytes
-
-    @property
-    def most_device_bytes(self) -> int:
-        """As much of them as was used, at the most so far."""
-        return self._slots.most_bytes
-
-    @property
-    def staging_places(self) -> ArenaAllocator:
-        """The places on the device."""
-        return self._slots
+        self.staging_places = ArenaAllocator(ranges, self._dtype, self._device, arena)
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -177,34 +159,26 @@ class OffloadedOptimizerStates:
 
     def fetch(self, index: int) -> None:
         """Begin to bring a record to the device; nothing if that has begun."""
-        if index in self._storage_of and index not in self._here:
-            self._storage_of[index].leave(index, partial(self._copy_in, index))
+        if index in self.storage_of and index not in self._here:
+            self.storage_of[index].leave(index, partial(self._copy_in, index))
 
     def here(self, index: int) -> dict[str, Tensor]:
         """The state of a chunk on the device, whose master is there too from now on."""
-        if index not in self._storage_of:
+        if index not in self.storage_of:
             return {}
         self._incoming.pop(index).wait()
         return self._without_master(index, self._records[index].parts(self._here[index]))
 
     def evict(self, index: int) -> None:
         """Begin to take a record back to the host."""
-        if index in self._storage_of:
-            self._storage_of[index].come_back(index, partial(self._take_back, index))
+        if index in self.storage_of:
+            self.storage_of[index].come_back(index, partial(self._take_back, index))
             self.at_rest(index)
 
     def write(self, index: int) -> None:
         """Begin to write a record to disk."""
         if self.disk is not None and index in self.disk.resting:
             self.disk.write(index)
-
-    def begin_on_host(self, index: int) -> tuple[dict[str, Tensor], tuple[Transfer, ...]]:
-        """The parts of a record where it is updated on the host, and what must be done before."""
-        return self._storage_of[index].begin_update(index)
-
-    def end_on_host(self, index: int, updated: Transfer) -> None:
-        """The update of that record has started."""
-        self._storage_of[index].end_update(index, updated)
 
     def flush(self) -> None:
         """Wait until every record is valid where it rests; drop what was fetched and not updated."""
@@ -218,7 +192,7 @@ class OffloadedOptimizerStates:
                         if feeding.is_prefetch:
                             feeding.revoke()
             del self._here[index]
-            self._slots.give(index, *() if coming is None else (coming,))
+            self.staging_places.give(index, *() if coming is None else (coming,))
         for storage in self._storages:
             storage.finish()
         for transfer in (*dropped, *read):
@@ -245,7 +219,7 @@ class OffloadedOptimizerStates:
 
     def at_rest(self, index: int) -> dict[str, Tensor]:
         """The state of a chunk between steps: where there is no memory of it, its shapes on the meta device."""
-        storage = self._storage_of.get(index)
+        storage = self.storage_of.get(index)
         return {} if storage is None else self._without_master(index, storage.at_rest(index))
 
     def opened(self, index: int, *, write: bool) -> dict[str, Tensor]:
@@ -253,7 +227,7 @@ class OffloadedOptimizerStates:
         DiskError."""
         self.check()
         self.flush()
-        storage = self._storage_of.get(index)
+        storage = self.storage_of.get(index)
         return {} if storage is None else storage.opened(index, write=write)
 
     def settle(self) -> None:
@@ -267,16 +241,16 @@ class OffloadedOptimizerStates:
         """A record rests on the device from now on: what it took is given back. Nothing may be on its way;
         `settle_storages` follows."""
         self.settle()
-        if (storage := self._storage_of.pop(index, None)) is not None:
+        if (storage := self.storage_of.pop(index, None)) is not None:
             storage.release(index)
 
     def settle_storages(self, on_disk: Collection[int]) -> None:
         """Store the remaining records of the chunks `on_disk` there, and the others on the host. Slots there are as
         large as they need; `settle_places` follows. Raises DiskError."""
         self.flush()
-        self._slots = ArenaAllocator((), self._dtype, self._device)
+        self.staging_places = ArenaAllocator((), self._dtype, self._device)
         if self.disk is not None:
-            there = {*on_disk} & {*self._storage_of}
+            there = {*on_disk} & {*self.storage_of}
             moved = (there - self.disk.resting) | (self.disk.resting - there)
             self.disk.make_slots(moved, 1)
             largest_first = sorted(moved, key=lambda index: (index not in there, -self._records[index].size))
@@ -285,7 +259,7 @@ class OffloadedOptimizerStates:
             self.disk.make_slots(there)
 
     def _move(self, index: int, storage: StateStorage) -> None:
-        before = self._storage_of[index]
+        before = self.storage_of[index]
         parts = before.opened(index, write=False)
 
         def fill(empty: dict[str, Tensor]) -> None:
@@ -295,13 +269,13 @@ class OffloadedOptimizerStates:
         storage.take_in(index, fill)
         before.settle()
         before.release(index)
-        self._storage_of[index] = storage
+        self.storage_of[index] = storage
         self.at_rest(index)
 
     # ---- how ----
 
     def _copy_in(self, index: int, source: Tensor, *after: Transfer) -> Transfer:
-        slot, emptied = self._slots.take(index)
+        slot, emptied = self.staging_places.take(index)
         self._here[index] = slot
         self._incoming[index] = transfer = self.up.copy(
             slot[: source.numel()], source, after=(*emptied, *after), prefetch=True
@@ -313,7 +287,7 @@ class OffloadedOptimizerStates:
     ) -> Transfer:
         slot = self._here.pop(index)
         transfer = self.down.copy(target, slot[: target.numel()], after=after, then=then)
-        self._slots.give(index, transfer)
+        self.staging_places.give(index, transfer)
         return transfer
 
     def _without_master(self, index: int, parts: dict[str, Tensor]) -> dict[str, Tensor]:

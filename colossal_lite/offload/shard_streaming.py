@@ -122,10 +122,12 @@ class HostShardStream:
     def forecast_bytes(self) -> int:
         """Bytes of the places by the formula, while they are outside a shared arena."""
         chunks, on_device = [*enumerate(self._chunks)], self._updated_on_device if self._visits else []
-        leaving = {i: _gradient_bytes(c) for i, c in chunks if c.gradient_at_rest is not None}
+        leaving = {
+            i: c.owned_numel * c.gradient.itemsize for i, c in chunks if c.gradient_at_rest is not None
+        }
         gradients = {i: leaving[i] for i, c in on_device if i in leaving and not c.waits_on_device}
         weights = {
-            i: _owned(c) * c.local_shard.element_size() for i, c in on_device if c.weights_at_rest is not None
+            i: c.owned_numel * c.local_shard.itemsize for i, c in on_device if c.weights_at_rest is not None
         }
         visiting = VISITING[StateKind.WEIGHTS].bytes(weights) + VISITING[StateKind.GRADIENTS].bytes(gradients)
         return LEAVING.bytes(leaving) + visiting
@@ -226,11 +228,3 @@ class HostShardStream:
         dtype = next((tensor.dtype for tensor in resting.values()), torch.float32)
         ranges = slot.live_ranges({index: tensor.nbytes for index, tensor in resting.items()})
         return ArenaAllocator(ranges, dtype, self._chunks[0].device, arena, grows=slot is LEAVING)
-
-
-def _owned(chunk: Chunk) -> int:
-    return chunk.owned[1] - chunk.owned[0]
-
-
-def _gradient_bytes(chunk: Chunk) -> int:
-    return _owned(chunk) * chunk.gradient.element_size()

@@ -56,7 +56,7 @@ class Record:
 
 def record_of(chunk: Chunk, states: Mapping[str, torch.dtype]) -> Record:
     """The states of a chunk, and what its masters have beside the weights."""
-    length, word = chunk.owned[1] - chunk.owned[0], chunk.types.state
+    length, word = chunk.owned_numel, chunk.types.state
     parts = [(name, length * dtype.itemsize // word.itemsize, dtype) for name, dtype in states.items()]
     if chunk.master is not chunk.local_shard:
         assert chunk.master.dtype == word, "of one width"

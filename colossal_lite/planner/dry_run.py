@@ -247,7 +247,8 @@ class DryRun:
                 logits = logits_of(module(*part.args, **part.kwargs))
             loss, _ = done.cross_entropy(logits, part.labels)
             hooks.begin(is_last=True)
-            with weights.backward(), hooks.expecting():
+            hooks.expects = True
+            with weights.backward():
                 loss.backward()
         assert weights.trace is not None
         return weights.trace, (*chunks, *frozen)

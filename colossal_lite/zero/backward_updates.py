@@ -31,44 +31,26 @@ class UpdatesInBackward:
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._place = {chunk.spec.id: place for place, chunk in enumerate(chunks)}
-        self._deferred: DeferredUpdates | None = None
+        self.deferred: DeferredUpdates | None = None
+        """The updates of the step that is under way; None: none is, or it updates nothing. The same on all ranks."""
         self._summed: set[int] = set()  # places of chunks with final gradients
         self._next = -1  # the place of the next update; counts down
         self._waits = False  # from the first chunk on that lacks a gradient on this rank
 
-    @property
-    def goes(self) -> bool:
-        """Whether a step is under way that updates; the same on all ranks."""
-        return self._deferred is not None
-
     def begin(self, deferred: DeferredUpdates | None) -> None:
         """A backward begins, whose updates are `deferred`, from the last chunk to the first; None: nothing is
         updated."""
-        self._deferred, self._waits = deferred, False
+        self.deferred, self._waits = deferred, False
         self._next, self._summed = len(self._place) - 1, set()
 
     def summed(self, chunk: Chunk) -> None:
         """The gradient of a chunk is reduced."""
         chunk.keep_squares()
         self._waits |= not all(chunk.used)
-        if self._deferred is None:
+        if self.deferred is None:
             chunk.free_gradient()
             return
         self._summed.add(self._place[chunk.spec.id])
         while not self._waits and self._next in self._summed:
-            self._deferred.start(self._next)
+            self.deferred.start(self._next)
             self._next -= 1
-
-    def finish(self) -> None:
-        """The ranks have agreed: run the remaining updates."""
-        if self._deferred is not None:
-            self._deferred.finish()
-
-    def drain(self) -> None:
-        """Wait for updates on the host: nothing writes weights after it."""
-        if self._deferred is not None:
-            self._deferred.drain()
-
-    def over(self) -> None:
-        """The step is over, or given up."""
-        self._deferred = None

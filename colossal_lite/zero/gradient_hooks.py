@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import NoReturn
 from weakref import ref
@@ -75,7 +75,8 @@ class GradientHooks:
         """For each chunk the number of chunks, counted from the last, that were complete when its first gradient came.
         The least so far; where none has come, or only later, as many as come before it."""
         self._complete = 0  # of those, in this backward
-        self._expects = False  # whether a backward of the engine runs
+        self.expects = False
+        """Whether a backward of the engine runs. A gradient that comes at any other time is refused."""
         # The garbage collector does not look into this kind of hook: one with a reference to `self` would also keep its
         # parameter alive. Then no model would ever be freed after an engine that was not closed.
         owner = ref(self)
@@ -115,15 +116,6 @@ class GradientHooks:
             f"backward: {name}.grad was set by other code than the engine. It would be added to the gradient of this "
             f"step; legal: .grad=None, clip_grad_norm of the config, engine.full_gradients()"
         )
-
-    @contextmanager
-    def expecting(self) -> Iterator[None]:
-        """Around a backward of the engine. A gradient that comes at any other time is refused."""
-        self._expects = True
-        try:
-            yield
-        finally:
-            self._expects = False
 
     def start_ready(self) -> None:
         """Launch complete chunks, in order, up to the limit."""
@@ -239,7 +231,7 @@ class GradientHooks:
         if parameter.grad is None:  # its layer has put it off (transforms/split_backward.py)
             return
         chunk = self._chunks[number]
-        if not self._expects:
+        if not self.expects:
             raise ValueError(
                 f"backward: a gradient of {chunk.spec.entries[index].name} comes from a backward that the engine did "
                 f"not run. It would be in no update; legal: engine.backward(loss) of engine(x), engine.train_step, "
@@ -312,11 +304,14 @@ class StageHooks:
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
-        """As `GradientHooks.expecting`."""
-        with ExitStack() as all_of_them:
-            for hooks in self._hooks.values():
-                all_of_them.enter_context(hooks.expecting())
+        """Around a backward of the engine, in which gradients are expected."""
+        for hooks in self._hooks.values():
+            hooks.expects = True
+        try:
             yield
+        finally:
+            for hooks in self._hooks.values():
+                hooks.expects = False
 
     def hand_on(self, summed: Callable[[Chunk], None], *, concludes: bool = False) -> None:
         """Set the callback for gradients that are final; `concludes` as `GradientHooks`."""

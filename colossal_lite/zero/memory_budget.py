@@ -211,7 +211,7 @@ class MemoryBudget:
     def _visiting(self) -> dict[str, int]:
         """Slots on the device for records that are copied there, where these are no pieces."""
         tiers = self._optimizer.tiers
-        return {} if self._memory.moves or tiers is None else {"visiting": tiers.device_bytes}
+        return {} if self._memory.moves or tiers is None else {"visiting": tiers.staging_places.bytes}
 
     @property
     def _frozen_bytes(self) -> int:

@@ -149,10 +149,7 @@ class ChunkOptimizer(OptimizerState):
         self._state = [
             self.tiers.at_rest(index)
             if self.tiers
-            else {
-                name: zeros_on(chunk.device, chunk.owned[1] - chunk.owned[0], dtype)
-                for name, dtype in some.items()
-            }
+            else {name: zeros_on(chunk.device, chunk.owned_numel, dtype) for name, dtype in some.items()}
             for index, (chunk, some) in enumerate(zip(self._chunks, forms, strict=True))
         ]
         self._on_device = frozenset(() if self.tiers else range(len(self._chunks)))
@@ -207,7 +204,7 @@ class ChunkOptimizer(OptimizerState):
     def _work(self) -> UpdateBytes:
         """What updates read and write, an element on average."""
         moving = [(i, c) for i, c in enumerate(self._chunks) if self.record_bytes(i)]
-        owned = [chunk.owned[1] - chunk.owned[0] for _, chunk in moving]
+        owned = [chunk.owned_numel for _, chunk in moving]
         elements = max(sum(owned), 1)
 
         def mean(sizes: Iterable[int]) -> float:
@@ -268,14 +265,15 @@ class ChunkOptimizer(OptimizerState):
         assert self.tiers is not None and self.host_updates is not None
         chunk = self._chunks[index]
         ops = self._ops if chunk.device.type == "cpu" else TORCH
-        parts, before = self.tiers.begin_on_host(index)
+        storage = self.tiers.storage_of[index]
+        parts, before = storage.begin_update(index)
         words = parts.pop(MASTER, None)
         is_whole = sum(span.stop - span.start for span in spans) == chunk.local_shard.numel()
         updated = self.host_updates.update(
             index, words, lambda part: apply(part, parts, ops), after=before, is_whole=is_whole,
             then=partial(self._commit, index),
         )  # fmt: skip
-        self.tiers.end_on_host(index, updated)
+        storage.end_update(index, updated)
 
     def _commit(self, index: int) -> None:
         """An update on the host has written the state there: commit it."""
@@ -381,7 +379,7 @@ class ChunkOptimizer(OptimizerState):
         for action in takewhile(lambda a: a.kind is ActionKind.FETCH, self.plan[0] if self.tiers else ()):
             assert self.tiers is not None
             if self.shards is None or action.chunk in self.early_records:
-                self.tiers.moves[action.kind](action)
+                self.tiers.move(action)
 
     @property
     def early_records(self) -> frozenset[int]:
@@ -422,7 +420,7 @@ class ChunkOptimizer(OptimizerState):
             updates.take_up(index) if action.kind is ActionKind.FETCH else updates.bring(index, part)
             return
         assert self.tiers is not None
-        self.tiers.moves[action.kind](action)
+        self.tiers.move(action)
         if self.shards and action.resource != DISK:
             self.shards.fetch(index) if action.kind is ActionKind.FETCH else self.shards.evict(index)
 
@@ -512,7 +510,7 @@ class ChunkOptimizer(OptimizerState):
         sizes = [0 if i in self._on_device else self.record_bytes(i) for i in range(len(self._chunks))]
         moving, shards = {i for i, size in enumerate(sizes) if size}, self.shards
         visiting = {i: sizes[i] for i in moving if not self._is_on_host(i)}
-        held, most = tiers.device_bytes, tiers.most_device_bytes
+        held, most = tiers.staging_places.bytes, tiers.staging_places.most_bytes
         slots = VISITING[StateKind.OPTIMIZER].wide(self._mix.record_width)
         foreseen = slots.bytes(visiting) if self.arena is None and self._has_places else 0
         if shards:

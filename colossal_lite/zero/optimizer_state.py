@@ -58,13 +58,13 @@ class OptimizerState:
         index = self._index[chunk.spec.id]
         width = len(self._rules[index].states) * self._dtype_of(index).itemsize
         held = sum(t.nbytes for t in self._state[index].values())
-        return held, (chunk.owned[1] - chunk.owned[0]) * width
+        return held, chunk.owned_numel * width
 
     def record_bytes(self, index: int) -> int:
         """Of the state of chunk `index`, its master included where that is apart from the weights."""
         chunk = self._chunks[index]
         states = len(self._rules[index].states) * self._dtype_of(index).itemsize
-        return (chunk.owned[1] - chunk.owned[0]) * states + chunk.master_bytes
+        return chunk.owned_numel * states + chunk.master_bytes
 
     @property
     def forecast_bytes(self) -> int:

@@ -163,7 +163,7 @@ def _updated_on_host(
         ),
         StateKind.OPTIMIZER: (LinkCrossing(), LinkCrossing()),
     }
-    shard_bytes = (chunk.owned[1] - chunk.owned[0]) * chunk.local_shard.element_size()
+    shard_bytes = chunk.owned_numel * chunk.local_shard.element_size()
     held = {
         StateKind.WEIGHTS: (shard_bytes, fetches - begins + both, 1, chunk.weights_at_rest is not None),
         StateKind.GRADIENTS: (chunk.gradient.nbytes, 1, accumulation, chunk.gradient_at_rest is not None),

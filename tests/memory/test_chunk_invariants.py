@@ -237,7 +237,7 @@ def assert_newest_versions(
             for version in range(STEPS):
                 for action in plan:
                     if action.kind is not ActionKind.UPDATE:
-                        made.moves[action.kind](action)
+                        made.move(action)
                         continue
                     index = action.chunk or 0
                     here = [made.here(index)["moment"], chunks[index].master]
@@ -318,7 +318,7 @@ def test_i4_records_that_change_their_homes_are_there_as_they_were(seed: int, tm
     (plan,) = update_plan(9, ahead=1, below=1, on_disk=made.on_disk, moving=left)
     for action in plan:
         if action.kind is not ActionKind.UPDATE:
-            made.moves[action.kind](action)
+            made.move(action)
         elif (index := action.chunk or 0) in left:
             made.here(index)["moment"].add_(1)
     made.flush()
@@ -343,7 +343,7 @@ def _not_taken_back(original: Any, self: Any, index: int) -> None:
         original(self, index)
     else:
         del self._here[index]
-        self._slots.give(index)
+        self.staging_places.give(index)
 
 
 def _not_awaited(original: Any, self: Transfer) -> None:
