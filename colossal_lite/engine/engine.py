@@ -74,9 +74,9 @@ from colossal_lite.pipeline.step_plans import StepPlans
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import ScheduleTimeline
 from colossal_lite.transforms.split_backward import DeferredWeightGrads
+from colossal_lite.zero.budget_messages import Forecast
 from colossal_lite.zero.build_chunks import sharding_of
 from colossal_lite.zero.grad_norm import in_order, squares_of
-from colossal_lite.zero.memory_budget import Forecast
 from colossal_lite.zero.user_optimizer import Factory
 from colossal_lite.zero.weight_slots import ShardedWeights
 

@@ -19,8 +19,8 @@ from colossal_lite.observe.tables import Rows
 from colossal_lite.pipeline.runtime import Runtime
 from colossal_lite.pipeline.step_plans import report_of
 from colossal_lite.schedule.simulator import ScheduleTimeline
+from colossal_lite.zero.budget_messages import Forecast
 from colossal_lite.zero.build_chunks import sharding_of
-from colossal_lite.zero.memory_budget import Forecast
 
 
 class EngineReports:

@@ -69,9 +69,8 @@ from colossal_lite.transforms.batch_statistics import (
     hold_statistics,
 )
 from colossal_lite.transforms.compile import compile_blocks
+from colossal_lite.zero.budget_messages import Forecast, room_problems
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
-from colossal_lite.zero.device_room import room_problems
-from colossal_lite.zero.memory_budget import Forecast
 from colossal_lite.zero.parameter_order import by_order, order_of_use, warn_if_out_of_order
 from colossal_lite.zero.user_optimizer import Factory, check_apart
 

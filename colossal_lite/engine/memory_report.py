@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +29,11 @@ from colossal_lite.observe.memory_meter import StepMeter
 from colossal_lite.observe.memory_timeline import Level, MemoryTimeline
 from colossal_lite.observe.tables import Rows
 from colossal_lite.schedule.update_rates import Rates
+from colossal_lite.zero.budget_messages import Forecast
 from colossal_lite.zero.build_chunks import sharding_of, slots_of
 from colossal_lite.zero.forward_hooks import ForwardGates
-from colossal_lite.zero.memory_budget import Forecast
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.state_bytes import Extent, Widths, forecast
+from colossal_lite.zero.state_bytes import forecast
 from colossal_lite.zero.user_optimizer import OwnOptimizer
 from colossal_lite.zero.weight_slots import ShardedWeights
 
@@ -96,7 +97,10 @@ def rows_of_state(
     weights and streamed state. Rows of frozen parameters, in chunks (`frozen`) or in none (`apart`)."""
     precision = Precision.of(config.precision)
     types = ChunkTypes.of(precision)
-    widths = Widths(types.resting_bytes(1), precision.master_copy_bits, precision.gradient.itemsize)
+    foresee = partial(
+        forecast, sharding_of(config), weight=types.resting_bytes(1), master_bits=precision.master_copy_bits,
+        gradient=precision.gradient.itemsize,
+    )  # fmt: skip
     held: dict[str, Callable[[Chunk], int]] = {
         "weights": lambda c: c.resting_bytes,
         "masters": lambda c: c.master_bytes,
@@ -106,10 +110,8 @@ def rows_of_state(
     rows = []
     for kind, held_by in held.items():
         for tier, here in _by_tier(chunks, kind, optimizer, device).items():
-            extents = [Extent(chunk.spec.numel, chunk.shards.size) for chunk in here]
-            foreseen = forecast(sharding_of(config), extents, widths) | {
-                "optimizer": sum(optimizer.bytes_of(chunk)[1] for chunk in here)
-            }
+            foreseen = foresee(sum(chunk.spec.numel for chunk in here), _shard_numel(here))
+            foreseen["optimizer"] = sum(optimizer.bytes_of(chunk)[1] for chunk in here)
             now = sum(map(held_by, here))
             rows.append(MemoryRow(kind, tier, now, now, foreseen[kind]))
     slots = slots_of(chunks)
@@ -129,13 +131,18 @@ def rows_of_state(
     for tier, at_rest in ((device, False), ("host", True)):
         kept = [chunk for chunk in frozen if (chunk.weights_at_rest is not None) == at_rest]
         now = sum(chunk.resting_bytes for chunk in kept)
-        numel = sum(Extent(chunk.spec.numel, chunk.shards.size).shard for chunk in kept)
-        rows += [MemoryRow("frozen", tier, now, now, types.resting_bytes(numel))] if kept else []
+        foreseen_bytes = types.resting_bytes(_shard_numel(kept))
+        rows += [MemoryRow("frozen", tier, now, now, foreseen_bytes)] if kept else []
     visits = optimizer.visits
     return (
         *rows,
         *(MemoryRow(v.kind, v.tier or device, v.bytes, v.most_bytes, v.forecast_bytes) for v in visits),
     )
+
+
+def _shard_numel(chunks: Sequence[WeightChunk]) -> int:
+    """Elements of a rank's shards of these chunks, by the formula."""
+    return sum(chunk.spec.numel // chunk.shards.size for chunk in chunks)
 
 
 def _by_tier(

@@ -214,7 +214,9 @@ class Chunk(WeightChunk, LocalShard):
     @property
     def master_bytes(self) -> int:
         """Bytes of what the masters have beside the weights."""
-        return 0 if self.master is self.local_shard else self.master_words.nbytes
+        if self.master is self.local_shard:
+            return 0
+        return (self.master if self.residual is None else self.residual).nbytes
 
     def rest_master(self, words: Tensor) -> None:
         """Use `words` as the memory of what the masters have beside the weights."""

@@ -129,7 +129,7 @@ class GradientOffloadBuffer:
         self, down: Link, adds: Link, places: ArenaAllocator, landings: Iterable[Tensor] = ()
     ) -> None:
         self._down, self._adds = down, adds
-        self.places, self._landings = places, Buffers(landings)
+        self.places, self.landings = places, Buffers(landings)
         self._sent: list[Transfer] = []
         self.on_stream = down.executor.on_stream
 
@@ -143,11 +143,11 @@ class GradientOffloadBuffer:
         elif not self.on_stream:
             gone = sent = self._down.run(partial(target.add_, here), source.nbytes)
         else:
-            landing, free = self._landings.take()
+            landing, free = self.landings.take()
             landed = landing[: source.numel()]
             gone = self._down.copy(landed, here, after=free)
             sent = self._adds.run(partial(target.add_, landed), 0, after=(gone,))
-            self._landings.give(landing, sent)
+            self.landings.give(landing, sent)
         self.places.give(number, gone)
         self._sent.append(sent)
         return sent
@@ -156,9 +156,4 @@ class GradientOffloadBuffer:
         """Wait until all sums are on the host."""
         while self._sent:
             self._sent.pop().finish()
-        self._landings.rest()
-
-    @property
-    def most_landed(self) -> int:
-        """Most landings in use at once."""
-        return self._landings.most_taken
+        self.landings.rest()

@@ -44,72 +44,61 @@ def crossing_of(chunk: Chunk) -> Crossing:
     return Crossing(tuple(down), up)
 
 
-def slot_bytes(
-    crossings: Mapping[int, Crossing], weights: Sequence[int], gradients: Sequence[int], mix: UpdateMix
-) -> int:
-    """Bytes of the slots on the host for chunks with these shards. A slot fits the largest that it takes."""
-    coming = {i: gradients[i] for i, c in crossings.items() if ChunkPart.GRADIENT in c.down}
-    both = {i: weights[i] for i, c in crossings.items() if ChunkPart.WEIGHTS in c.down}
-    written = {i: weights[i] for i, c in crossings.items() if c.up and ChunkPart.WEIGHTS not in c.down}
-    down, two_ways, up = _slots_of(mix)
-    return down.bytes(coming) + two_ways.bytes(both) + up.bytes(written)
-
-
-def _slots_of(mix: UpdateMix) -> tuple[StagingBuffer, StagingBuffer, StagingBuffer]:
-    """Slots for gradients, for weights that are copied both ways, and for weights that are only written."""
+def _slots_of(
+    crossings: Mapping[int, Crossing], mix: UpdateMix
+) -> tuple[tuple[StagingBuffer, list[int]], ...]:
+    """Slots for gradients, for weights that are copied both ways, and for weights that are only written. With each the
+    chunks that take such."""
+    coming = [i for i, c in crossings.items() if ChunkPart.GRADIENT in c.down]
+    both = [i for i, c in crossings.items() if ChunkPart.WEIGHTS in c.down]
+    written = [i for i, c in crossings.items() if c.up and ChunkPart.WEIGHTS not in c.down]
     return (
-        GRADIENT_DOWN.wide(mix.gradient_width),
-        WEIGHTS_BOTH.wide(mix.weight_width),
-        WEIGHTS_UP.wide(mix.new_weight_width),
+        (GRADIENT_DOWN.wide(mix.gradient_width), coming),
+        (WEIGHTS_BOTH.wide(mix.weight_width), both),
+        (WEIGHTS_UP.wide(mix.new_weight_width), written),
     )
 
 
 def updating_bytes(chunks: Sequence[Chunk], on_host: Collection[int], mix: UpdateMix) -> int:
-    """Bytes of the slots for the chunks of `on_host`."""
-    owned = [chunk.owned[1] - chunk.owned[0] for chunk in chunks]
-    weights = [n * c.local_shard.element_size() for n, c in zip(owned, chunks, strict=True)]
-    gradients = [n * c.gradient.element_size() for n, c in zip(owned, chunks, strict=True)]
-    return slot_bytes({i: crossing_of(chunks[i]) for i in sorted(on_host)}, weights, gradients, mix)
+    """Bytes of the slots for the chunks of `on_host`. A slot fits the largest that it takes."""
+    crossings = {i: crossing_of(chunks[i]) for i in sorted(on_host)}
+    (down, coming), *ways_of_weights = _slots_of(crossings, mix)
+    weights = {i: chunks[i].owned_numel * chunks[i].local_shard.itemsize for i in crossings}
+    found = down.bytes({i: chunks[i].owned_numel * chunks[i].gradient.itemsize for i in coming})
+    return found + sum(slot.bytes({i: weights[i] for i in some}) for slot, some in ways_of_weights)
 
 
 class HostUpdates:
     """Runs updates on a thread of the host, with slots for what they need from the device."""
 
-    def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link, mix: UpdateMix) -> None:
-        self._chunks, self._up, self._down, self._mix = tuple(chunks), up, down, mix
+    def __init__(self, chunks: Sequence[Chunk], up: Link, down: Link) -> None:
+        self._chunks, self._up, self._down = tuple(chunks), up, down
         self.updates_link = Link("cpu", ThreadExecutor(), timeout_s=down.timeout_s)
         self.host_bytes = 0
         """Bytes of the slots."""
         self.crossings: Mapping[int, Crossing] = {}
         """The parts that cross the link, for each chunk that is updated here."""
-        self._came: dict[
-            tuple[int, ChunkPart], tuple[Tensor, Transfer]
-        ] = {}  # copies to the host, with their slots
-        self._made: dict[
-            int, tuple[Tensor, Transfer]
-        ] = {}  # new weights in a slot, and the update that writes them
+        self._came: dict[tuple[int, ChunkPart], tuple[Tensor, Transfer]] = {}
+        """Copies to the host, with their slots."""
+        self._made: dict[int, tuple[Tensor, Transfer]] = {}
+        """New weights in a slot, and the update that writes them."""
         self._coming: dict[int, Transfer] = {}  # what a reader of the new weights waits for
         self._leaving: dict[int, Transfer] = {}  # copies that read a gradient
 
-    def settle(self, on_host: Collection[int], mix: UpdateMix | None = None) -> None:
-        """Update these chunks on the host from now on, as early as a new `mix` says, and allocate their slots. No copy
-        may be in flight."""
-        self._mix = mix or self._mix
+    def settle(self, on_host: Collection[int], mix: UpdateMix) -> None:
+        """Update these chunks on the host from now on, as early as `mix` says, and allocate their slots. No copy may be
+        in flight."""
+        self._mix = mix
         self.crossings = {index: crossing_of(self._chunks[index]) for index in sorted(on_host)}
         self._gradients = self._both = self._written = Buffers(())  # the old ones go first
         self._came.clear()
         self._leaving.clear()
         self.host_bytes = 0
-        down, two_ways, up = _slots_of(self._mix)
-        if not self.crossings:
-            return
-        first = self._chunks[next(iter(self.crossings))]
-        coming = [i for i, c in self.crossings.items() if ChunkPart.GRADIENT in c.down]
-        both = [i for i, c in self.crossings.items() if ChunkPart.WEIGHTS in c.down]
-        written = [i for i, c in self.crossings.items() if c.up and ChunkPart.WEIGHTS not in c.down]
-        self._gradients = self._slots(down, coming, first.gradient.dtype)
-        self._both = self._slots(two_ways, both, first.local_shard.dtype)
-        self._written = self._slots(up, written, first.local_shard.dtype)
+        down, both, up = _slots_of(self.crossings, mix)
+        types = self._chunks[0].types
+        self._gradients = self._slots(*down, types.gradient)
+        self._both = self._slots(*both, types.compute)
+        self._written = self._slots(*up, types.compute)
 
     @property
     def most_bytes(self) -> int:
@@ -206,9 +195,8 @@ class HostUpdates:
 
     def _slots(self, slot: StagingBuffer, indices: Sequence[int], dtype: torch.dtype) -> Buffers:
         """Slots for what this rank owns of these chunks. A gradient that its update frees has no size now."""
-        owned = [chunk.owned[1] - chunk.owned[0] for chunk in (self._chunks[index] for index in indices)]
-        count = slot.buffers(dict.fromkeys(indices)) if indices else 0
-        slots = [host_room(max(owned), dtype, self._chunks[0].device) for _ in range(count)]
+        largest = max((self._chunks[index].owned_numel for index in indices), default=0)
+        slots = [host_room(largest, dtype, self._chunks[0].device) for _ in range(slot.buffers(indices))]
         self.host_bytes += sum(room.nbytes for room in slots)
         return Buffers(slots)
 

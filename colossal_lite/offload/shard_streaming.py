@@ -52,14 +52,15 @@ class HostShardStream:
         self.host_bytes = 0
         """Bytes of the host buffers that sums are copied into."""
         self._on_host: frozenset[int] = frozenset()
-        self._visits = False  # whether there are places for updates
+        self.has_places = False
+        """Whether there are places for updates."""
 
     def settle(self, on_host: Collection[int], arena: Arena | None, *, is_first: bool = False) -> None:
         """Allocate the places on the device for the tensors that are on the host now, in `arena`. No copy may run.
 
         `on_host`: chunks that are updated on the host, and need no places for it. Without an arena each kind has its
         own. `is_first`: there has been no update yet, so only places for sums are allocated."""
-        self._on_host, self._visits = frozenset(on_host), not is_first
+        self._on_host, self.has_places = frozenset(on_host), not is_first
         self.release_slots()
         resting = {
             i: c.gradient_at_rest for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None
@@ -71,8 +72,6 @@ class HostShardStream:
             self._weight_slots = self._places(VISITING[StateKind.WEIGHTS], weights, arena)
             self._gradient_slots = self._places(VISITING[StateKind.GRADIENTS], gradients, arena)
         shards = tuple(resting.values())
-        self._largest_bytes = max((tensor.nbytes for tensor in shards), default=0)
-        self._outgoing_count = min(OUTGOING, len(shards))
         leaving = self._places(LEAVING, resting, arena)
         self._offload_buffer = GradientOffloadBuffer(self._down, self._adds, leaving, self._landings(shards))
         for chunk in self._chunks:
@@ -97,7 +96,7 @@ class HostShardStream:
     @property
     def most_host_bytes(self) -> int:
         """The most bytes of host buffers that held sums at once so far."""
-        return self._offload_buffer.most_landed * self._largest_bytes
+        return self._offload_buffer.landings.most_bytes
 
     @property
     def staging_places(self) -> tuple[ArenaAllocator, ...]:
@@ -110,18 +109,9 @@ class HostShardStream:
         return (self._adds,) if self._down.executor.on_stream else ()
 
     @property
-    def chunks_on_host(self) -> set[int]:
-        """Chunks with state on the host."""
-        return {
-            index
-            for index, chunk in enumerate(self._chunks)
-            if chunk.weights_at_rest is not None or chunk.gradient_at_rest is not None
-        }
-
-    @property
     def forecast_bytes(self) -> int:
         """Bytes of the places by the formula, while they are outside a shared arena."""
-        chunks, on_device = [*enumerate(self._chunks)], self._updated_on_device if self._visits else []
+        chunks, on_device = [*enumerate(self._chunks)], self._updated_on_device if self.has_places else []
         leaving = {
             i: c.owned_numel * c.gradient.itemsize for i, c in chunks if c.gradient_at_rest is not None
         }
@@ -213,7 +203,7 @@ class HostShardStream:
 
     def _landings(self, resting: Sequence[Tensor]) -> list[Tensor]:
         """Allocate buffers on the host for sums that are added there. A thread adds as it copies, and needs none."""
-        count = self._outgoing_count if self._down.executor.on_stream else 0
+        count = min(OUTGOING, len(resting)) if self._down.executor.on_stream else 0
         landings = [
             host_room(max(tensor.numel() for tensor in resting), resting[0].dtype, self._chunks[0].device)
             for _ in range(count)

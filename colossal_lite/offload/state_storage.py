@@ -119,9 +119,9 @@ class StateStorage(ABC):
     def at_rest(self, index: int) -> dict[str, Tensor]:
         """The parts of a record: where there is no memory of it, its shapes on the meta device."""
 
-    @abstractmethod
     def opened(self, index: int, *, write: bool) -> dict[str, Tensor]:
         """The parts of a record in host memory, until some others are asked for; to be changed if `write`."""
+        return self.at_rest(index)
 
     @abstractmethod
     def settle(self) -> None:
@@ -174,9 +174,6 @@ class HostStorage(StateStorage):
     def at_rest(self, index: int) -> dict[str, Tensor]:
         return self._records[index].parts(self.rest[index])
 
-    def opened(self, index: int, *, write: bool) -> dict[str, Tensor]:
-        return self.at_rest(index)
-
     def settle(self) -> None:
         """Records are changed where they rest."""
 
@@ -197,7 +194,7 @@ class DiskStorage(StateStorage):
         self.file: DiskFile | None = None
         """Made when the first record is to rest here."""
         self.resting: frozenset[int] = frozenset()
-        self.host_bytes = self._largest_bytes = 0
+        self.host_bytes = 0
         """Of the slots."""
         self._shapes: dict[int, Tensor] = {}  # on the meta device
         self._passing = Buffers(())
@@ -217,7 +214,7 @@ class DiskStorage(StateStorage):
     @property
     def most_host_bytes(self) -> int:
         """Of the slots in use at once, at the most so far."""
-        return self._passing.most_taken * self._largest_bytes
+        return self._passing.most_bytes
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -237,7 +234,7 @@ class DiskStorage(StateStorage):
         its way."""
         self._passing = Buffers(())  # the old ones go first
         count = min(HOST_SLOTS if most is None else most, len(passing))
-        self._largest_bytes = largest = max(map(self.layout.padded_bytes, passing), default=0)
+        largest = max(map(self.layout.padded_bytes, passing), default=0)
         self.host_bytes = count * largest
         room = host_pages(self.host_bytes, self._device)
         self._passing = Buffers(room[i * largest : (i + 1) * largest] for i in range(count))

@@ -48,7 +48,7 @@ from colossal_lite.transforms.split_backward import (
     restore_weights,
 )
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
-from colossal_lite.zero.gather_units import contexts_of, plan_of, units_of
+from colossal_lite.zero.gather_units import plan_of
 from colossal_lite.zero.gradient_hooks import GradientHooks
 from colossal_lite.zero.parameter_order import by_order, order_of_use
 from colossal_lite.zero.sharded_weights import ParameterGather
@@ -422,10 +422,7 @@ def gathers_of(
 
     order = range(blocks - 1, len(whole.blocks))
     stretch = Trace(tuple(stretched(trace.forward, order)), tuple(stretched(trace.backward, order[::-1])))
-    return plan_of(
-        stretch.covering(contexts_of(chunks), units_of(chunks)), chunks,
-        prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward,
-    )  # fmt: skip
+    return plan_of(stretch, chunks, prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward)
 
 
 class ValuesError(ValueError):

@@ -1,8 +1,10 @@
-"""Explains why a memory budget is too small, and names the least change of the config that fits.
+"""Explains why a memory budget is too small or too large, and names the least change of the config that fits.
 
 Note: the error of a device budget names one change; changes are tried in order, the smallest first.  If the batch can
 be forecast, `plan` computes the bytes of each.  If not, only changes are tried whose bytes follow from the measured
 ones.
+A budget counts bytes of tensors.  A GPU must also have room for drivers, NCCL and gaps between allocations.
+Communicators exist when `room_problems` is asked, so what others hold is measured: all that torch has not reserved.
 Cost: nothing unless a budget is exceeded.
 """
 
@@ -30,8 +32,29 @@ from colossal_lite.zero.user_optimizer import OwnOptimizer
 if TYPE_CHECKING:
     from colossal_lite.config.config import Config
 
-ChangedForecast = Callable[[Sequence[str]], Mapping[str, int] | None]
-"""From changes of the config, as a command line has them, to the bytes of each kind on the device; None: unknown."""
+Forecast = Callable[..., Mapping[str, int] | None]
+"""Maps a step's samples and tokens on this rank to bytes: of each kind beside the state, and of the whole `device`.
+`changes=`: options other than the config's. `trains=False`: an evaluation. `found=`: returns the config
+with the mix of updates that the engine has found."""
+
+GAPS = 16
+"""One byte in so many of a budget is for gaps between allocations."""
+
+
+def room_problems(budget: int | None, device: torch.device) -> Iterator[Problem]:
+    """A budget that a GPU has no room for, now."""
+    if budget is None or device.type != "cuda":
+        return
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    reserved_bytes = torch.cuda.memory_reserved(device)
+    room = max(1, min(free_bytes + reserved_bytes, total_bytes) * GAPS // (GAPS + 1))
+    if budget > room:
+        others = total_bytes - free_bytes - reserved_bytes
+        rule = (
+            f"is too near to the {total_bytes:,} bytes of {device}: drivers, NCCL and other processes hold {others:,}, "
+            f"and gaps between allocations may take 1/{GAPS} of a budget"
+        )
+        yield Problem("memory.device_budget", budget, rule, f"at most {room}")
 
 
 def device_problems(
@@ -144,17 +167,18 @@ def _on_disk_instead(
 
 def smaller_steps(
     config: Config, samples: int, placed: StatePlacement, weights: ForwardGates,
-    chunks: Sequence[WeightChunk], forecast: ChangedForecast,
+    chunks: Sequence[WeightChunk], forecast: Forecast,
 ) -> Iterator[tuple[str, int]]:  # fmt: skip
     """Changes of the config, the least first, and the bytes that the device would then hold. `samples`: of a step of a
     rank; `chunks`: frozen ones too."""
     need, of, accumulation = placed.device_bytes, dict(placed.fixed), config.gradient_accumulation
     plan = weights.planned if isinstance(weights, ParameterGather) else lambda prefetch: None
-    is_known = forecast(()) is not None
+    is_known = forecast(changes=()) is not None
     by_step = config.zero.stage == 2 and config.zero.reduce_every == "step"
     for changes in _changes(config, samples):
         if is_known:
-            found = forecast([word for path, value in changes.items() for word in (f"--{path}", str(value))])
+            words = [word for path, value in changes.items() for word in (f"--{path}", str(value))]
+            found = forecast(changes=words)
             if found is not None:
                 yield _in_words(changes), found["device"]
         elif changes.keys() == {"zero.prefetch"} and (gathers := plan(int(changes["zero.prefetch"]))):

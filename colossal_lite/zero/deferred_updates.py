@@ -50,9 +50,8 @@ class DeferredUpdates:
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
         self._next = 0
         self._stops = _stops_of(self._actions, by_gradient=by_gradient, in_order=in_order)
-        self._coming: list[
-            tuple[int, bool]
-        ] = []  # a heap: chunks whose updates have started, and if they must be waited for
+        self._coming: list[tuple[int, bool]] = []
+        """A heap: chunks whose updates have started, and whether they must be waited for."""
         self._failure: Exception | None = None
 
     @property

@@ -6,7 +6,7 @@ module, so these are gathered and dropped together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from colossal_lite.memory.packing import ChunkKey, trains
 from colossal_lite.memory.weight_chunk import WeightChunk
@@ -32,11 +32,10 @@ def units_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
     return {index: frozenset(unit) for index, unit in units.items()}
 
 
-def contexts_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
+def contexts_of(chunks: Sequence[WeightChunk], units: Mapping[int, Needs]) -> dict[int, Needs]:
     """Finds what a forward of a chunk's modules needs: its unit, and the units of the modules around them.
 
     `chunks` stand in the order of their ids."""
-    units = units_of(chunks)
     owned: dict[str, set[int]] = {}
     for chunk in chunks:
         for entry in chunk.spec.entries:
@@ -56,12 +55,13 @@ def contexts_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
 def plan_of(
     trace: Trace, chunks: Sequence[WeightChunk], *, prefetch: int, reshard_after_forward: bool | int
 ) -> GatherPlan:
-    """Plans the gathers of these chunks by this trace."""
+    """Plans the gathers of these chunks, in the order of their ids, by this trace."""
+    units = units_of(chunks)
     num_trained = sum(trains(chunk.spec) for chunk in chunks)
     numels = {chunk.spec.id: chunk.spec.numel for chunk in chunks if chunk.is_sharded}
     on_host = frozenset(chunk.spec.id for chunk in chunks if chunk.weights_at_rest is not None)
     return gather_plan(
-        trace, numels, num_chunks=num_trained, prefetch=prefetch,
+        trace.covering(contexts_of(chunks, units), units), numels, num_chunks=num_trained, prefetch=prefetch,
         reshard_after_forward=bool(reshard_after_forward), on_host=on_host,
         parts={chunk.spec.id: chunk.part_numel for chunk in chunks if chunk.part_numel},
     )  # fmt: skip

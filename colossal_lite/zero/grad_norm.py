@@ -28,12 +28,7 @@ def squares_of(
     sum of a chunk each add the squares of a share of it. So no element counts twice."""
     if order is not None:
         return ordered_squares(chunks, order, mesh, device)
-    return fast_squares(chunks) if chunks else torch.zeros(1, dtype=torch.float64, device=device)
-
-
-def fast_squares(chunks: Sequence[Chunk]) -> Tensor:
-    """This rank's term [1] of the sum over all ranks. Gradients on the device are summed at once."""
-    terms, parts = [], []
+    terms, parts = [], []  # parts are on the device, and summed at once
     for chunk in chunks:
         if (counted := chunk.counted()) is None:
             terms.append(chunk.squares())
@@ -42,7 +37,7 @@ def fast_squares(chunks: Sequence[Chunk]) -> Tensor:
     if parts:
         terms.append(chunks[0].square_sum(parts))
     if not terms:
-        return torch.zeros(1, dtype=torch.float64, device=chunks[0].device)
+        return torch.zeros(1, dtype=torch.float64, device=device)
     return (terms[0] if len(terms) == 1 else torch.stack(terms).sum()).view(1)
 
 

@@ -29,7 +29,7 @@ budget counts allocated bytes, not what the allocator reserves beyond them (`tor
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -50,7 +50,7 @@ from colossal_lite.offload.placement import StatePlacement, slot_bytes
 from colossal_lite.schedule.interval_packing import LiveRange, pack_live_ranges
 from colossal_lite.schedule.plan import Action
 from colossal_lite.schedule.step_moments import SharedInterval
-from colossal_lite.zero.budget_messages import ChangedForecast, device_problems, host_problems, smaller_steps
+from colossal_lite.zero.budget_messages import Forecast, device_problems, host_problems, smaller_steps
 from colossal_lite.zero.build_chunks import defers_updates, slots_of
 from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gradient_hooks import in_flight_of
@@ -71,12 +71,6 @@ from colossal_lite.zero.weight_slots import ShardedWeights
 
 if TYPE_CHECKING:
     from colossal_lite.config.config import Config
-
-
-Forecast = Callable[..., Mapping[str, int] | None]
-"""Maps a step's samples and tokens on this rank to bytes: of each kind beside the state, and of the whole `device`.
-`changes=`: options other than the config's. `trains=False`: an evaluation. `found=`: returns the config
-with the mix of updates that the engine has found."""
 
 
 class MemoryBudget:
@@ -112,8 +106,8 @@ class MemoryBudget:
         """What the first step held, as a factor of its forecast; None: there was no forecast."""
         self._evaluated_bytes = 0
         """The most that the model has held in an evaluation before that, on any rank."""
-        self._changed_forecast: ChangedForecast = lambda changes: None
-        """Of the batch that was looked at last, with such changes of the config."""
+        self._changed_forecast: Forecast = lambda **_: None
+        """Of the batch that was looked at last, with such `changes` of the config."""
         self._samples = 0
         """Of that batch."""
         self._refuse(self._placed(self._gathered_bytes(), 0), is_floor=True)
@@ -236,9 +230,9 @@ class MemoryBudget:
         mine = None if found is None else [found["activations"] + found["temporaries"], found["gathered"]]
         messages = 0 if found is None else found["messages"]
         forecasts = [row for row in self._alike(mine) if row is not None]
-        self._changed_forecast = lambda changes: None
+        self._changed_forecast = lambda **_: None
         if forecast_batch is not None and found is not None and trains:
-            self._changed_forecast = partial(_with_changes, forecast_batch, samples, tokens)
+            self._changed_forecast = partial(forecast_batch, samples, tokens)
         if self.placement is not None:
             self._admit(
                 trains,
@@ -403,7 +397,10 @@ class MemoryBudget:
         return pieces_of(self._chunks, self._optimizer, self._uses, self._frozen)
 
     def _refuse(self, placed: StatePlacement, *, is_floor: bool = False) -> None:
-        self._raise([*self._device_problems(placed, is_floor=is_floor), *self._host_problems(placed)])
+        on_host = host_problems(
+            self._memory, placed, self._chunks, self._optimizer, self._device, outlives=self._outlives
+        )
+        self._raise([*self._device_problems(placed, is_floor=is_floor), *on_host])
 
     def _device_problems(
         self, placed: StatePlacement, whose: str = "", *, is_floor: bool = False
@@ -414,17 +411,6 @@ class MemoryBudget:
         )
         return device_problems(self._memory, placed, smaller, whose, is_floor=is_floor)
 
-    def _host_problems(self, placed: StatePlacement) -> Iterator[Problem]:
-        return host_problems(
-            self._memory, placed, self._chunks, self._optimizer, self._device, outlives=self._outlives
-        )
-
     def _gathered_bytes(self) -> int:
         """The least that any plan of gathers takes."""
         return gathered_bytes((*self._chunks, *self._frozen), None)
-
-
-def _with_changes(
-    forecast_batch: Forecast, samples: int, tokens: int, changes: Sequence[str]
-) -> Mapping[str, int] | None:
-    return forecast_batch(samples, tokens, changes=changes)

@@ -142,9 +142,7 @@ class ChunkOptimizer(OptimizerState):
             )  # fmt: skip
         self.host_updates: HostUpdates | None = None
         """Updates on the host; None if there are none."""
-        if self.tiers and self.tiers.on_host:
-            self.host_updates = HostUpdates(self._chunks, self.tiers.up, self.tiers.down, self._mix)
-            self.host_updates.settle(self.tiers.on_host)
+        self._settle_host_updates()
         self.plan = self.planned(None, (), self.tiers.on_disk if self.tiers else ())
         self._state = [
             self.tiers.at_rest(index)
@@ -157,7 +155,6 @@ class ChunkOptimizer(OptimizerState):
         """Copies of weights and gradients that rest on the host; None if none does."""
         self.arena: Arena | None = None
         """That has all places on the device, where weights or gradients may rest on the host; None in a pipeline."""
-        self._has_places = not shares
         if shares:
             assert self.tiers is not None
             self.shards = HostShardStream(self._chunks, self.tiers.up, self.tiers.down, records)
@@ -185,11 +182,15 @@ class ChunkOptimizer(OptimizerState):
         if self.tiers is None:  # of a pipeline stage where nothing trains
             return
         self.tiers.follow(self._mix)
-        if self.tiers.on_host and self.host_updates is None:
-            self.host_updates = HostUpdates(self._chunks, self.tiers.up, self.tiers.down, self._mix)
-        if self.host_updates is not None:
-            self.host_updates.settle(self.tiers.on_host, self._mix)
+        self._settle_host_updates()
         self.plan = self.planned(None, (), self.tiers.on_disk)
+
+    def _settle_host_updates(self) -> None:
+        """Update on the host what the mix says, of the chunks whose records rest off the device."""
+        if self.tiers and self.tiers.on_host and self.host_updates is None:
+            self.host_updates = HostUpdates(self._chunks, self.tiers.up, self.tiers.down)
+        if self.tiers and self.host_updates is not None:
+            self.host_updates.settle(self.tiers.on_host, self._mix)
 
     def _on_disk(self, placement: str, host_room: int | None) -> Collection[int] | None:
         """The chunks with state on disk: all, those for which the host has no room, or None without a disk."""
@@ -290,7 +291,9 @@ class ChunkOptimizer(OptimizerState):
         """The update of these ranges of a chunk, wherever what this rank owns of it is."""
         chunk, rule = self._chunks[index], self._rules[index]
         group = self.group_of(chunk)
-        before = None if self.changed else _copies(part)  # as a rule the first chunk says it for all
+        before = (
+            None if self.changed else [each.clone() for each in _master_parts(part)]
+        )  # as a rule the first chunk says it for all
         for span in spans:
             entry, local = chunk.spec.entries[span.first], slice(span.start, span.stop)
             shape = torch.Size([span.stop - span.start]) if rule.is_elementwise else self._shapes[entry.name]
@@ -469,15 +472,15 @@ class ChunkOptimizer(OptimizerState):
             self._state[index] = self.tiers.at_rest(index)
         self.arena = arena() if arena else None
         self.tiers.settle_places(self.arena)
-        self._has_places = True
         if self.shards:
             self.shards.settle(self.tiers.on_host, self.arena)
-            moving |= self.shards.chunks_on_host
-        if self.host_updates:
-            self.host_updates.settle(self.tiers.on_host)
-            for chunk in self._chunks:  # of this step's gradients none has left since
-                if chunk.state is GradientState.REDUCED:
-                    self.send_gradient(chunk)
+            for index, chunk in enumerate(self._chunks):
+                if chunk.weights_at_rest is not None or chunk.gradient_at_rest is not None:
+                    moving.add(index)
+        self._settle_host_updates()
+        for chunk in self._chunks:  # of this step's gradients none has left since
+            if chunk.state is GradientState.REDUCED:
+                self.send_gradient(chunk)
         self.plan = self.planned(moving, self._on_device, self.tiers.on_disk)
 
     def planned(
@@ -502,50 +505,38 @@ class ChunkOptimizer(OptimizerState):
         self.shards.settle(self.tiers.on_host, arena, is_first=True)
 
     @property
-    def visits(self) -> tuple[Visit, ...]:
+    def visits(self) -> Iterator[Visit]:
         """The buffers that state off the device needs beside itself."""
-        tiers = self.tiers
+        tiers, shards, arena, updates = self.tiers, self.shards, self.arena, self.host_updates
         if tiers is None:
-            return ()
+            return
         sizes = [0 if i in self._on_device else self.record_bytes(i) for i in range(len(self._chunks))]
-        moving, shards = {i for i, size in enumerate(sizes) if size}, self.shards
-        visiting = {i: sizes[i] for i in moving if not self._is_on_host(i)}
-        held, most = tiers.staging_places.bytes, tiers.staging_places.most_bytes
-        slots = VISITING[StateKind.OPTIMIZER].wide(self._mix.record_width)
-        foreseen = slots.bytes(visiting) if self.arena is None and self._has_places else 0
+        visiting = {i: size for i, size in enumerate(sizes) if size and not self._is_on_host(i)}
+        held, most, foreseen = tiers.staging_places.bytes, tiers.staging_places.most_bytes, 0
+        if arena is None and (shards is None or shards.has_places):
+            foreseen = VISITING[StateKind.OPTIMIZER].wide(self._mix.record_width).bytes(visiting)
         if shards:
             held, most = held + shards.device_bytes, most + shards.most_device_bytes
-            foreseen += shards.forecast_bytes if self.arena is None else 0
-        device: tuple[Visit, ...] = (
-            Visit(
-                "visiting", None, held, most, foreseen, "places on the device for state that is copied there"
-            ),
-        )
-        if (arena := self.arena) is not None:
-            device += (
-                Visit("arena", None, arena.bytes, arena.most_bytes, arena.plan.bytes, ORIGINS["arena"]),
+            foreseen += shards.forecast_bytes if arena is None else 0
+        origin = "places on the device for state that is copied there"
+        yield Visit("visiting", None, held, most, foreseen, origin)
+        if arena is not None:
+            yield Visit("arena", None, arena.bytes, arena.most_bytes, arena.plan.bytes, ORIGINS["arena"])
+        if updates is not None:
+            origin = "slots of gradients and weights for updates on the host"
+            yield Visit(
+                "updating", "host", updates.host_bytes, updates.most_bytes, updates.forecast_bytes, origin
             )
-        updates = self.host_updates
-        on_host = () if updates is None else (
-            Visit("updating", "host", updates.host_bytes, updates.most_bytes, updates.forecast_bytes,
-                  "slots of gradients and weights for updates on the host"),
-        )  # fmt: skip
-        landings = shards.host_bytes if shards else 0
-        if shards and landings:
+        if shards and (landings := shards.host_bytes):
             origin = "buffers for sums of gradients that are added on the host"
-            on_host = (*on_host, Visit("landing", "host", landings, shards.most_host_bytes, landings, origin))
-        if not tiers.on_disk:
-            return (*device, *on_host)
-        assert tiers.disk is not None
-        there = {index: sizes[index] for index in tiers.on_disk}
-        passing, unused = tiers.disk.host_bytes, tiers.disk.bytes - tiers.record_bytes("disk")
-        return (
-            *device,
-            *on_host,
-            Visit("passing", "host", passing, tiers.disk.most_host_bytes, passing_bytes(there),
-                  ORIGINS["passing"]),
-            Visit("unused", "disk", unused, unused, unused_bytes(there), ORIGINS["unused"]),
-        )  # fmt: skip
+            yield Visit("landing", "host", landings, shards.most_host_bytes, landings, origin)
+        if tiers.on_disk:
+            assert tiers.disk is not None
+            there, passing = {index: sizes[index] for index in tiers.on_disk}, tiers.disk.host_bytes
+            most, foreseen = tiers.disk.most_host_bytes, passing_bytes(there)
+            yield Visit("passing", "host", passing, most, foreseen, ORIGINS["passing"])
+            unused = tiers.disk.bytes - tiers.record_bytes("disk")
+            yield Visit("unused", "disk", unused, unused, unused_bytes(there), ORIGINS["unused"])
 
     @property
     def staging_places(self) -> tuple[ArenaAllocator, ...]:
@@ -557,7 +548,3 @@ class ChunkOptimizer(OptimizerState):
 def _master_parts(part: LocalShard) -> tuple[Tensor, ...]:
     """All memory of a chunk's masters."""
     return (part.master,) if part.residual is None else (part.local_shard, part.residual)
-
-
-def _copies(part: LocalShard) -> tuple[Tensor, ...]:
-    return tuple(each.clone() for each in _master_parts(part))

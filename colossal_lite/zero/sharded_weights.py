@@ -38,7 +38,7 @@ from colossal_lite.numerics.torch_modes import without_modes
 from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherMoment, GatherPlan, GatherStep, Needs, Trace
 from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.zero.build_chunks import slots_of
-from colossal_lite.zero.gather_units import contexts_of, plan_of, units_of
+from colossal_lite.zero.gather_units import plan_of, units_of
 from colossal_lite.zero.gradient_hooks import GradientHooks
 from colossal_lite.zero.weight_slots import ShardedWeights
 
@@ -340,10 +340,7 @@ class ParameterGather(ShardedWeights):
         if self.trace is None:
             return None
         return plan_of(
-            self.trace.covering(contexts_of(self._ordered), self._units),
-            self._ordered,
-            prefetch=prefetch,
-            reshard_after_forward=self._reshard_after_forward,
+            self.trace, self._ordered, prefetch=prefetch, reshard_after_forward=self._reshard_after_forward
         )
 
     def replan(self) -> None:

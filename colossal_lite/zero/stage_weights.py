@@ -61,7 +61,9 @@ class StageGather(ShardedWeights):
         if actions is not self._actions:
             numels = {index: chunk.spec.numel for index, chunk in self._all.items()}
             parts = {index: chunk.part_numel for index, chunk in self._all.items() if chunk.part_numel}
-            self._in_shared = {index for index, chunk in self._all.items() if _shares(chunk)}
+            self._in_shared = {
+                i for i, c in self._all.items() if isinstance(c, FrozenChunk) and c.shares_slots
+            }
             own = [action for action in actions if action.chunk not in self._in_shared]
             self._actions, self.slots = actions, gather_slots(own, numels, parts)
             if self._in_shared:
@@ -137,10 +139,6 @@ class StageGather(ShardedWeights):
 
     def _unpack(self, saved: tuple[Tensor, int] | SavedView) -> Tensor:
         return self._checked(saved) if isinstance(saved, tuple) else saved.rebuilt()
-
-
-def _shares(chunk: WeightChunk) -> bool:
-    return isinstance(chunk, FrozenChunk) and chunk.shares_slots
 
 
 def weights_of(

@@ -87,13 +87,8 @@ class ShardedWeights(ForwardGates):
         arenas = (arena for arena in (self._arena, self._shared_arena) if arena is not None)
         self._slots_in = {storage_of(arena) for arena in arenas}
 
-    def flush(self) -> None:
-        """Run every deferred update."""
-        self.run_deferred()
-
-    def for_readers(self) -> None:
-        """Run deferred updates. The gathers for the next forward go on."""
-        self.run_deferred()
+    # Deferred updates run. The gathers for the next forward go on.
+    flush = for_readers = ForwardGates.run_deferred
 
     def remove(self) -> None:
         """Remove the gates, and leave full weights on every rank. Collective."""

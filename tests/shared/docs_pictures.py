@@ -28,7 +28,7 @@ from colossal_lite.schedule.step_passes import add_step
 from colossal_lite.schedule.update_mix import mix_of
 from colossal_lite.schedule.update_rates import Rates, UpdateBytes, simulated_updates
 from colossal_lite.sharding.mesh_layout import MeshLayout
-from colossal_lite.zero.state_bytes import Extent, Widths, forecast
+from colossal_lite.zero.state_bytes import forecast
 
 WIDTH = 720
 LANES = {
@@ -198,7 +198,7 @@ def zero() -> str:
     scale = Scale(0.0, 18.0, 80, WIDTH - 40)
     for stage in range(4):
         sharding = Sharding.of(ZeroConfig(stage=stage), micro_batches=1)
-        held = forecast(sharding, [Extent(ranks, ranks)], Widths(weight=2, master_bits=32, gradient=4))
+        held = forecast(sharding, ranks, 1, weight=2, master_bits=32, gradient=4)
         owned = 1 if sharding.state else ranks
         shares = {kind: held.get(kind, 8 * owned) / ranks for kind in kinds}
         x = scale.start

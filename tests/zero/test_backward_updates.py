@@ -300,8 +300,8 @@ def test_a_loop_that_calls_backward_another_number_of_times_is_refused_by_name()
 def all_at_once(original: Any, self: Any, chunk: Any) -> None:
     """Nobody waits for what other ranks say."""
     chunk.keep_squares()
-    assert self._deferred is not None
-    self._deferred.until(self._place[chunk.spec.id])
+    assert self.deferred is not None
+    self.deferred.until(self._place[chunk.spec.id])
 
 
 def by_own_tokens(original: Any, self: Any, told: Tensor, comparison: Any) -> None:
