@@ -291,9 +291,8 @@ class ChunkOptimizer(OptimizerState):
         """The update of these ranges of a chunk, wherever what this rank owns of it is."""
         chunk, rule = self._chunks[index], self._rules[index]
         group = self.group_of(chunk)
-        before = (
-            None if self.changed else [each.clone() for each in _master_parts(part)]
-        )  # as a rule the first chunk says it for all
+        # As a rule the first chunk says it for all.
+        before = None if self.changed else [each.clone() for each in _master_parts(part)]
         for span in spans:
             entry, local = chunk.spec.entries[span.first], slice(span.start, span.stop)
             shape = torch.Size([span.stop - span.start]) if rule.is_elementwise else self._shapes[entry.name]
