@@ -291,8 +291,7 @@ class ChunkOptimizer(OptimizerState):
         """The update of these ranges of a chunk, wherever what this rank owns of it is."""
         chunk, rule = self._chunks[index], self._rules[index]
         group = self.group_of(chunk)
-        # As a rule the first chunk says it for all.
-        before = None if self.changed else [each.clone() for each in _master_parts(part)]
+        before = None if self.changed else _copies(part)  # as a rule the first chunk says it for all
         for span in spans:
             entry, local = chunk.spec.entries[span.first], slice(span.start, span.stop)
             shape = torch.Size([span.stop - span.start]) if rule.is_elementwise else self._shapes[entry.name]
@@ -547,3 +546,7 @@ class ChunkOptimizer(OptimizerState):
 def _master_parts(part: LocalShard) -> tuple[Tensor, ...]:
     """All memory of a chunk's masters."""
     return (part.master,) if part.residual is None else (part.local_shard, part.residual)
+
+
+def _copies(part: LocalShard) -> tuple[Tensor, ...]:
+    return tuple(each.clone() for each in _master_parts(part))
