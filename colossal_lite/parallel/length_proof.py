@@ -3,9 +3,9 @@
 Note: paths.
 A proof runs a small copy on sequences of one length.  Code may decide by the length, as in `if x.shape[1] > window`.
 So before the first batch of a length the copy runs forward at it, in training and in evaluation.  Its path is the set
-of pairs of operations that follow each other, each with the module that runs it.  A new pair is
-proven: at that length the copy in parts must be the plain one.  So must the padded copy, where padding has another
-path.  A loop over more tokens has no new pair.  Lengths at which the copy does not run are not seen, as tables of positions have few rows
+of pairs of operations that follow each other, each with the module that runs it.  A new pair is proven: at that length
+the copy in parts must be the plain one.  So must the padded copy, where padding has another path.  A loop over more
+tokens has no new pair.  Lengths at which the copy does not run are not seen, as tables of positions have few rows
 there.  Above `MOST_TOKENS` nothing is proven, and a warning names a new path.
 Cost: two forwards of a small copy for each new length, and seconds for a new path.
 """

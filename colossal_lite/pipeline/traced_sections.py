@@ -4,10 +4,9 @@ Note: how a stretch runs.
 The model's own forward runs on every stage.  Until the first unit of the stretch, modules of other stages are replaced.
 Those beside the blocks give zeros of the right shape.  Blocks return their input, and the block before the stretch
 returns what came in.  From then on a read of a module or parameter of another stage raises an error.  There a batch
-takes a path that the trace has not seen.  At the end of the stretch the forward is left.  So masks, positions and tables are
-the model's own on every stage, and its code is not changed.
-Cost: the model's code before the first block
-runs on every stage, on zeros that hold one element.
+takes a path that the trace has not seen.  At the end of the stretch the forward is left.  So masks, positions and
+tables are the model's own on every stage, and its code is not changed.
+Cost: the model's code before the first block runs on every stage, on zeros that hold one element.
 
 Before it is used, each unit of the traced copy is run alone, in training and in evaluation.  If the copy has values,
 the chain of units must give the loss of the model, and every gradient.

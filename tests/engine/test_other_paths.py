@@ -43,20 +43,20 @@ class ForLong(OfBlocks):
         self.where = where
         if where == "parameter":
             self.scale = nn.Parameter(torch.linspace(0.5, 1.5, D))
-        elif where in ("before", "between", "behind"):
+        elif where in ("before", "between", "behind", "in training"):
             self.extra = nn.Linear(D, D)
         elif where == "head":
             self.other = nn.Linear(D, V)
 
     def forward(self, ids: Tensor) -> Any:
-        x, where = self.words(ids), self.where if ids.shape[1] > LONG else ""
+        x, where = self.words(ids) * 1.5, self.where if ids.shape[1] > LONG else ""
         if where == "before":
             x = x + self.extra(x)
         for block in self.blocks:
             x = block(x)
             if where == "between":
                 x = x + self.extra(x)
-        if where == "behind":
+        if where == "behind" or (where == "in training" and self.training):
             x = x + self.extra(x)
         if where == "parameter":
             x = x * self.scale
@@ -109,6 +109,7 @@ def told(env: RankEnv, where: str, parallel: dict[str, Any], lengths: list[int],
 CUT = dict(tensor=dict(size=2, sequence_parallel=True))
 WHOLE = dict(tensor=dict(size=2, sequence_parallel=False))
 STAGES = dict(pipeline=dict(size=2, micro_batches=2))
+TABLE_APART = dict(pipeline=dict(size=2, micro_batches=2, partition=[1, 3]))
 SPILLED = dict(pipeline=dict(size=1, stages_per_rank=2, micro_batches=2, schedule="bfs"))
 
 
@@ -116,6 +117,7 @@ SPILLED = dict(pipeline=dict(size=1, stages_per_rank=2, micro_batches=2, schedul
     "where, parallel, lengths",
     [
         ("before", STAGES, [6, 12]),
+        ("before", TABLE_APART, [6, 12]),
         ("in a block", STAGES, [6, 12]),
         ("values", STAGES, [6, 12]),
         ("behind", STAGES, [6, 8]),
@@ -142,8 +144,9 @@ def test_another_path_is_that_of_one_process_where_it_is_taken(
 @pytest.mark.parametrize("loop", ["", "evaluation"])
 def test_weights_of_another_stage_are_not_read_as_zeros(where: str, loop: str) -> None:
     name = "scale" if where == "parameter" else "extra"
-    for text in run_world(told, 2, where, STAGES, [6, 12], loop):
-        assert f"{name} is on another stage, and this batch takes a path" in text, text
+    for stages in (STAGES, TABLE_APART):
+        for text in run_world(told, 2, where, stages, [6, 12], loop):
+            assert f"{name} is on another stage, and this batch takes a path" in text, text
     if where != "parameter":  # whose gradient comes in another stage's backward, which is refused
         (text,) = run_world(told, 1, where, SPILLED, [6, 12], loop)
         assert f"{name} is on another stage" in text and "pipeline=1" in text
@@ -205,9 +208,11 @@ class Recurrent(OfBlocks):
         return self.head(torch.stack(states, 1))
 
 
-def test_lengths_on_one_path_are_proven_once() -> None:
+@pytest.mark.parametrize("where", ["behind", "in training", "values"])
+def test_lengths_on_one_path_are_proven_once(where: str) -> None:
+    """Also where the operations are the same, in another order."""
     proof = Counted()
-    lengths = proofs(made("behind"), proof)
+    lengths = proofs(made(where), proof)
     for tokens in (5, 9, 12, 12, 40, 10):
         lengths.check(tokens)
     assert proof.at == [12], "the first above the length at which the path changes"
