@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from colossal_lite.data.batch_read import BatchRead
 from colossal_lite.data.unshifted_labels import shift_labels
 from colossal_lite.memory.transfers import sent
 
@@ -101,6 +102,8 @@ class Place:
     part: int = 0
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     tells: bool = True
+    compares: bool = False
+    """Whether other ranks read too, so that reads are compared."""
 
     def __post_init__(self) -> None:
         cut(0, self.parts, self.part)
@@ -119,6 +122,8 @@ class Loader(ABC):
 
     num_samples: int | None = None
     """Of the dataset; None if it can only be iterated."""
+    fields: tuple[str, ...] | None = None
+    """Of the samples of a stream, those by which ranks compare them; None: all."""
 
     def __init__(self, dataset: Any, settings: LoaderSettings, place: Place, start: int) -> None:
         """Raises ValueError for a negative start."""
@@ -130,14 +135,15 @@ class Loader(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def _batches(self) -> Iterator[tuple[int, Any]]:
-        """(samples when it is handed out, batch) to the end of the epoch; at least one."""
+    def _batches(self) -> Iterator[tuple[int, Any, BatchRead | None]]:
+        """(samples when it is handed out, batch, what ranks compare) to the end of the epoch; at least one."""
 
     def __iter__(self) -> Iterator[Any]:
-        for samples, batch in self._batches():
+        for samples, batch, read in self._batches():
             self.samples = samples
             given = shift_labels(batch) if self.settings.labels == "unshifted" else batch
-            yield apply_to_tensors(given, lambda x: sent(x, self.place.device))
+            given = apply_to_tensors(given, lambda x: sent(x, self.place.device))
+            yield given if read is None else apply_to_tensors(given, read.carried_by)
 
     def take(self, num_batches: int) -> Iterator[Any]:
         """The next `num_batches` batches, over as many epochs as that takes. ValueError for a negative number."""

@@ -49,7 +49,7 @@ class MapLoader(Loader):
     def __len__(self) -> int:
         return len(self.order.starts(self.samples))
 
-    def _batches(self) -> Iterator[tuple[int, Any]]:
+    def _batches(self) -> Iterator[tuple[int, Any, None]]:
         if len(self.dataset) != self.num_samples:
             raise ValueError(
                 f"dataset: {len(self.dataset)} samples now, and {self.num_samples} when its loader was made; legal: a "
@@ -58,7 +58,7 @@ class MapLoader(Loader):
         starts = self._pieces.starts = self.order.starts(self.samples)
         batches = iter(self._workers) if self.settings.workers else map(self._fetch.__getitem__, self._pieces)
         for start, batch in zip(starts, batches, strict=True):
-            yield self.order.stop(start), batch
+            yield self.order.stop(start), batch, None
 
     @property
     def _workers(self) -> DataLoader[Any]:

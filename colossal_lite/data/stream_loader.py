@@ -3,8 +3,12 @@
 Note: position in a stream.
 Every rank reads the whole stream, and collates its own piece of each global batch.  An epoch is one pass.  The position
 is the number of samples handed out, as of any loader.  To go on from there the samples before it are read and dropped.
-Whole passes are not, once the length of one is known.  So every pass must have the same number of samples, and a stream
+Whole passes are not, once the length of one is known.  So every pass must have the same number of samples.  A stream
 must give the same samples again: `set_epoch` is called where a dataset has it.
+
+Note: what ranks compare.
+Each rank notes what it reads of a global batch.  The next one is read ahead, and its size is noted too.  The step
+compares the notes (batch_read.py).  So ranks also know together that a pass ends.  Cost: a checksum of each sample.
 """
 
 from __future__ import annotations
@@ -19,28 +23,44 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from colossal_lite.data.batch_read import BatchRead
+from colossal_lite.data.checksums import checksum
 from colossal_lite.data.loader import Loader, LoaderSettings, Place, collated, cut
 from colossal_lite.data.worker_signals import begin_worker
 
+Given = tuple[int, Any, BatchRead | None]
+
 
 @dataclass(frozen=True)
-class _Pass(IterableDataset[tuple[int, Any]]):
-    """(samples, this coordinate's piece) of each global batch of one pass; at last (samples of the pass, None)."""
+class _Pass(IterableDataset[Given]):
+    """For each global batch of a pass its samples, this coordinate's piece, and what was read. At last (samples of the
+    pass, None, None)."""
 
     dataset: Any
     settings: LoaderSettings
     place: Place
     skipped: int
+    begun: int
+    """Samples of the run before this pass."""
+    fields: tuple[str, ...] | None
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
+    def __iter__(self) -> Iterator[Given]:
         source, settings = iter(self.dataset), self.settings
         total = sum(1 for _ in itertools.islice(source, self.skipped))
-        while rows := list(itertools.islice(source, settings.global_batch)):
-            total += len(rows)
-            if len(rows) == settings.global_batch or not settings.drop_last:
-                first, last = cut(len(rows), self.place.parts, self.place.part)
-                yield len(rows), collated(settings.collate, rows[first:last], rows[0])
-        yield total, None
+        needed = settings.global_batch if settings.drop_last else 1
+        rows = list(itertools.islice(source, settings.global_batch))
+        while (count := len(rows)) >= needed:
+            first, last = cut(count, self.place.parts, self.place.part)
+            batch, read = collated(settings.collate, rows[first:last], rows[0]), None
+            if self.place.compares:
+                marks = tuple(checksum(row, self.fields) for row in rows)
+                rows = list(itertools.islice(source, settings.global_batch))
+                read = BatchRead(self.begun + total, marks, len(rows))
+            total += count
+            yield count, batch, read
+            if read is None:
+                rows = list(itertools.islice(source, settings.global_batch))
+        yield total + count, None, None
 
 
 class StreamLoader(Loader):
@@ -66,28 +86,28 @@ class StreamLoader(Loader):
                 f"global_batch={settings.global_batch}, or drop_last=False"
             )
         self._epoch, self._begun, self._length = 0, 0, 0
-        self._live: Iterator[tuple[int, Any]] | None = None
+        self._live: Iterator[Given] | None = None
         self._position = start
 
     def __len__(self) -> int:
         raise TypeError(f"loader: {type(self.dataset).__name__} has no length; legal: loader.take(batches)")
 
-    def _batches(self) -> Iterator[tuple[int, Any]]:
+    def _batches(self) -> Iterator[Given]:
         has_given = False
         while True:
             if self._live is None or self._position != self.samples:
                 self._live = self._open()
-            count, batch = next(self._live)
+            count, batch, read = next(self._live)
             if batch is not None:
                 self._position = self.samples + count
                 has_given = True
-                yield self._position, batch
+                yield self._position, batch, read
                 continue
             self._end(count)
             if has_given:
                 return
 
-    def _open(self) -> Iterator[tuple[int, Any]]:
+    def _open(self) -> Iterator[Given]:
         """A pass from the position on."""
         if self._position != self.samples:
             self._epoch, self._begun, self._position = 0, 0, self.samples
@@ -103,7 +123,7 @@ class StreamLoader(Loader):
             )
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self._epoch)
-        one = _Pass(self.dataset, self.settings, self.place, skipped)
+        one = _Pass(self.dataset, self.settings, self.place, skipped, self._begun, self.fields)
         return iter(one) if self.settings.workers == 0 else iter(self._through_worker(one))
 
     def _through_worker(self, one: _Pass) -> DataLoader[Any]:

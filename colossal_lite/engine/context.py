@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
 from colossal_lite.data.dataloader import dataloader as build_loader
-from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
+from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault, steady_fields
 from colossal_lite.data.loader import Collate, LabelForm, Loader, Place, cut, cut_batch
 from colossal_lite.data.map_loader import MapDataset
 from colossal_lite.distributed.key_value_store import LimitedStore
@@ -114,9 +114,12 @@ class Context:
     ) -> Loader:  # fmt: skip
         """This rank's loader; the order depends on `config.seed` alone. See `data.dataloader.dataloader`.
 
-        Collective: ranks compare settings, length and samples. Raises ValueError on every rank if these differ.
+        Collective: ranks compare settings, length and samples. Raises ValueError on every rank if these differ. A
+        step raises if ranks have read a dataset that can only be iterated otherwise than each other.
         """
-        place = Place(self.mesh.size("data"), self.mesh.coord("data"), self.device, self.is_main)
+        place = Place(
+            self.mesh.size("data"), self.mesh.coord("data"), self.device, self.is_main, self.world_size > 1
+        )
         loader = build_loader(
             dataset, place=place, start=start, global_batch=global_batch, shuffle=shuffle, drop_last=drop_last,
             workers=workers, collate=collate, labels=labels, seed=self.config.seed, timeout_s=self.config.timeout_s,
@@ -127,8 +130,10 @@ class Context:
             drop_last=settings.drop_last, labels=labels,
         )  # fmt: skip
         facts = dataset_facts(loader.dataset, loader.num_samples, asked)
-        if fault := dataset_fault(self.mesh.world.gather_json(facts)):
+        told = self.mesh.world.gather_json(facts)
+        if fault := dataset_fault(told):
             raise ValueError(fault)
+        loader.fields = steady_fields(told)
         return loader
 
     def first_failure(self) -> str:

@@ -48,6 +48,7 @@ class MicroBatches:
         sizes = self.sizes(labels)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
         self.look(whole.args, whole.kwargs)
+        self._comparison.add_read(batch)
         self._comparison.add_batch({name: host_copy(x) for name, x in whole.tensors.items()})
         pipeline, accumulation_steps = self._config.parallel.pipeline, self._config.gradient_accumulation
         count_of = pipeline.parts_of if torch.is_grad_enabled() else pipeline.fewer_of

@@ -1,4 +1,4 @@
-"""Compares values that must be equal between ranks: the batch of one replica, and buffers that a forward changes.
+"""Compares values that must be equal between ranks: batches of a replica, reads of a stream, buffers of a forward.
 
 Note: how ranks compare.
 Each rank adds a fingerprint to a sum over the world that a step makes anyway.  The first rank of a group adds its own
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch
+from colossal_lite.data.batch_read import BatchRead, read_of
 from colossal_lite.data.fingerprint import fingerprint
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.transfers import to_device
 from colossal_lite.numerics.precision import DTYPES
+from colossal_lite.sharding.mesh_layout import AXES
 
 REPLICA = ("pipeline", "sequence", "tensor")
 STAGE = ("data", "sequence", "tensor")
@@ -89,6 +91,7 @@ class RankComparison:
     cuts: Sequence[str]
     """The settings by which one rank runs the model several times a step."""
     _batches: list[dict[str, _Seen]] = field(default_factory=list)
+    _reads: list[BatchRead] = field(default_factory=list)
     _changed: set[str] = field(default_factory=set)
 
     _looked_at: dict[str, _Buffer] = field(default_factory=dict)
@@ -110,6 +113,12 @@ class RankComparison:
         self._batches.append(
             {name: _Seen.of(name, x, salt) for name, x in tensors.items() if isinstance(x, Tensor)}
         )
+
+    def add_read(self, batch: Any) -> None:
+        """Add what this rank has read of a stream for a global batch, if its `batch` carries that."""
+        read = read_of(batch)
+        if read is not None and self._reads[-1:] != [read]:  # parts of one batch, in a loop of the user's own
+            self._reads.append(read)
 
     @contextmanager
     def forward(self, batch: Batch) -> Iterator[None]:
@@ -163,6 +172,7 @@ class RankComparison:
     def clear(self) -> None:
         """Forget the batches and buffers of a step."""
         self._batches.clear()
+        self._reads.clear()
         self._changed.clear()
 
     # ---- the sum over the ranks ----
@@ -173,17 +183,21 @@ class RankComparison:
         marks = [seen.mark for batch in self._batches for seen in batch.values()]
         if marks:
             total += sum(marks) * self._factor(*REPLICA)
+        if self._reads:
+            total += self._read_term()
         if self._changed:
             total += 1 if self.cuts else self._buffer_mark() * self._factor(*STAGE)
         return total
 
-    def check(self, apart: float) -> None:
-        """Raise `RanksDifferError` if a batch or a buffer differs. `apart`: the sum of the terms over the world; it is
-        zero if all are equal. Clears. Collective if it is not zero."""
+    def check(self, apart: float) -> float:
+        """Raise `RanksDifferError` if a batch, a read or a buffer differs. `apart`: the sum of the terms over the
+        world; it is zero if all are equal. Returns it without reads that only some ranks know of. Clears. Collective
+        if it is not zero."""
         told = self.mesh.world.gather_json(self._told()) if apart else ()
         self.clear()
-        if fault := _batch_fault(told) or _buffer_fault(told, self.cuts):
+        if fault := _read_fault(told) or _batch_fault(told) or _buffer_fault(told, self.cuts):
             raise RanksDifferError(fault)
+        return apart - float(sum(row["read_term"] for row in told))
 
     @contextmanager
     def giving_up(self, drop: Callable[[], None]) -> Iterator[None]:
@@ -193,6 +207,9 @@ class RankComparison:
         except RanksDifferError:
             drop()
             raise
+
+    def _read_term(self) -> int:
+        return sum(read.mark for read in self._reads) * self._factor(*AXES)
 
     def _factor(self, *axes: str) -> int:
         return self.mesh.size(*axes) - 1 if self.mesh.coord(*axes) == 0 else -1
@@ -209,7 +226,8 @@ class RankComparison:
         coords = {axis: self.mesh.coord(axis) for axis in ("pipeline", "data")}
         batches = [{name: seen.plain() for name, seen in batch.items()} for batch in self._batches]
         marks = {name: int(fingerprint({name: self._buffer(name)})) for name in sorted(self._changed)}
-        return dict(coords, batches=batches, buffers=marks)
+        reads = [dict(start=read.start, samples=read.samples, ahead=read.ahead) for read in self._reads]
+        return dict(coords, batches=batches, reads=reads, buffers=marks, read_term=self._read_term())
 
 
 def _batch_fault(told: Sequence[Mapping[str, Any]]) -> str:
@@ -227,6 +245,35 @@ def _batch_fault(told: Sequence[Mapping[str, Any]]) -> str:
                     f"context.dataloader, or from a sampler with one seed, cut by context.mesh.coord('data') of "
                     f"context.mesh.size('data')"
                 )
+    return ""
+
+
+def _read_fault(told: Sequence[Mapping[str, Any]]) -> str:
+    """The message for the first rank that has read a stream otherwise than rank 0, or ""."""
+    for turn in range(min((len(row["reads"]) for row in told), default=0)):
+        for rank, row in enumerate(told):
+            if what := _other_read(told[0]["reads"][turn], row["reads"][turn], rank):
+                return (
+                    f"dataset: a stream {what}. Nothing was updated; legal: the same samples in the same order on "
+                    f"every rank. Take them from the same files, and shuffle by one seed, as random.Random(seed + "
+                    f"epoch) does. Samples that are drawn anew at each read need a steady field, such as a number "
+                    f"that collate= drops"
+                )
+    return ""
+
+
+def _other_read(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> str:
+    """How `other` on that rank is another read than `first` on rank 0, or ""."""
+    start, theirs = first["start"], other["start"]
+    if start != theirs:
+        return f"is read from sample {start} of the run on rank 0, and from {theirs} on rank {rank}"
+    ends = [start + len(read["samples"]) + read["ahead"] for read in (first, other)]
+    for place, (one, two) in enumerate(zip(first["samples"], other["samples"], strict=False)):
+        if one != two:
+            return f"gives another sample {start + place} of the run on rank {rank} than on rank 0"
+    if ends[0] != ends[1]:
+        early, late = (0, rank) if ends[0] < ends[1] else (rank, 0)
+        return f"ends after {min(ends)} samples of the run on rank {early}, and goes on on rank {late}"
     return ""
 
 

@@ -183,8 +183,7 @@ def all_reduce_totals(
     told = torch.cat([row[: 3 + len(flags)], row[3 + len(flags) :].sum(0, keepdim=True)])
     # the one wait for the device in a step
     loss, weight, apart, stops_and_samples, *counts, total = mesh.world.numbers(told)
-    comparison.check(apart)
-    mesh.check_together(apart)
+    mesh.check_together(comparison.check(apart))
     stops, all_samples = divmod(int(stops_and_samples), STOP)
     found, start = dict[int, tuple[bool, ...]](), 0
     for spec in packed:

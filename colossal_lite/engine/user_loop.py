@@ -64,6 +64,8 @@ class UserLoop:
         self._refuse("engine(x)")
         self._updates.refuse_within("engine(x)")
         inputs = first_input(args, kwargs)
+        if torch.is_grad_enabled():
+            self._comparison.add_read((args, kwargs))
         self._comparison.add_batch({**{f"argument {n}": x for n, x in enumerate(args)}, **kwargs})
         self._micro_batches.look(args, kwargs)
         sizes = self._micro_batches.sizes(inputs)
