@@ -11,6 +11,7 @@ left whole. A plan that is found so is only a proposal: `plan_proof` proves it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -20,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_lite.parallel.layer_swap import heads_of
+from colossal_lite.parallel.layer_swap import ancestors, heads_of
 from colossal_lite.parallel.plan_proof import on_a_copy
-from colossal_lite.parallel.roles import Role, match_name
+from colossal_lite.parallel.roles import Patterns, Role
 from colossal_lite.parallel.small_copy import SmallCopy
 from colossal_lite.parallel.swap_checks import is_transposed, linear_faults
 from colossal_lite.parallel.swap_proof import run_plainly, words
@@ -30,6 +31,8 @@ from colossal_lite.parallel.swap_proof import run_plainly, words
 SAMPLES, TOKENS = 2, 8
 NEGLIGIBLE = 1e-13
 """Share of the largest gradient below which a gradient is rounding, not a dependence."""
+MOST_ALONE = 8
+"""Modules of which each is left whole alone, to see whether the others can be cut."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -43,13 +46,18 @@ class AutoPlan:
     """Modules whose code mixes tokens: whole, they need whole sequences."""
 
     def choices(self) -> Iterator[AutoPlan]:
-        """This plan, then plans that leave the linears of one module whole, then one that leaves all whole."""
+        """This plan, then plans that leave the linears of one module whole, then one that leaves all whole. Of many
+        modules, those whose names differ in numbers alone, such as experts, are left whole together."""
         yield self
         cut = {
             pattern: role for pattern, role in self.plan.items() if role.startswith(("colwise", "rowwise"))
         }
         owners = list(dict.fromkeys(pattern.rpartition(".")[0] for pattern in cut))
-        for chosen in ([owner] for owner in owners) if len(owners) > 1 else ():
+        alike: dict[str, list[str]] = {}
+        for owner in owners:
+            kind = re.sub(r"\.(\d+|\*)(?=\.|$)", ".*", owner) if len(owners) > MOST_ALONE else owner
+            alike.setdefault(kind, []).append(owner)
+        for chosen in alike.values() if len(alike) > 1 else ():
             yield self._without(cut, chosen)
         yield self._without(cut, owners)
 
@@ -373,14 +381,18 @@ def _as_in_kept(roles: Mapping[str, str], blocks: Sequence[str], dropped: Sequen
 
 def _patterns(roles: Mapping[str, str], blocks: Sequence[str]) -> dict[str, str]:
     """Roles by patterns: a block's number is `*` where all blocks of its list agree."""
-    found: dict[str, str] = {}
+    numbered = set(blocks)
+    globs: dict[str, str] = {}
+    for name in roles:
+        block = next((b for b in ancestors(name) if b in numbered), None)
+        if block is not None:
+            owner, inner = block.rpartition(".")[0], name.removeprefix(block)
+            globs[name] = f"{owner}.*{inner}" if owner else f"*{inner}"
+    fitting, alike = Patterns(dict.fromkeys(globs.values())), dict[str, set[str]]()
     for name, text in roles.items():
-        block = next((b for b in blocks if f"{name}.".startswith(f"{b}.")), None)
-        if block is None:
-            found[name] = text
-            continue
-        owner, inner = block.rpartition(".")[0], name.removeprefix(block)
-        glob = f"{owner}.*{inner}" if owner else f"*{inner}"
-        alike = {role for other, role in roles.items() if match_name(glob, other)}
-        found[glob if len(alike) == 1 else name] = text
-    return found
+        for glob in fitting.of(name):
+            alike.setdefault(glob, set()).add(text)
+    return {
+        globs[name] if name in globs and len(alike[globs[name]]) == 1 else name: text
+        for name, text in roles.items()
+    }

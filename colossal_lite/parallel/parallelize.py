@@ -9,6 +9,8 @@ mode, with the functions of `tensor_modes.ModeFile`; a new mode is one file and 
 from __future__ import annotations
 
 import re
+import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -43,11 +45,18 @@ from colossal_lite.parallel.length_proof import LengthProofs, Proof, proofs_at
 from colossal_lite.parallel.lora import with_adapters
 from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.padding import Padding, padding_of
-from colossal_lite.parallel.plan_proof import across_at, check_plan, check_sequence, parts_of, swapped_at
+from colossal_lite.parallel.plan_proof import (
+    UnfitError,
+    across_at,
+    check_plan,
+    check_sequence,
+    parts_of,
+    swapped_at,
+)
 from colossal_lite.parallel.replicated import Serial
 from colossal_lite.parallel.roles import ROLES, Role, assign_roles, known_plan, with_new_names
 from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops, sees_whole_sequences
-from colossal_lite.parallel.small_copy import LENGTH_NAMES, NoCopyError, table_roles
+from colossal_lite.parallel.small_copy import LENGTH_NAMES, NoCopyError, frozen_heap, table_roles
 from colossal_lite.parallel.tensor_modes import (
     Form,
     LocalRows,
@@ -283,12 +292,18 @@ def _names(module: nn.Module) -> tuple[list[str], list[str]]:
     return [name for name, _ in module.named_modules() if name], owners
 
 
+QUIET_S = 1.0
+"""A search for a plan that takes longer is told: it may go on for tens of such times."""
+
+
+@frozen_heap()
 def _proven(
     module: nn.Module, mesh: Mesh, plan: Literal["auto"] | Mapping[str, str],
     sequence_parallel: bool | Literal["auto"], regather_inputs: bool, criterion: ModelLoss | None,
 ) -> tuple[Mapping[str, str], Mapping[str, Role], Form]:  # fmt: skip
     """The plan, the roles and the form in which the model stays what it is. Raises ValueError if there are none."""
     first: ValueError | None = None
+    began_s, is_told = time.monotonic(), mesh.rank != 0
     given = (AutoPlan(with_new_names(plan), {}),) if plan != "auto" else _auto_plans(module, mesh)
     for found in given:
         chosen = found.plan
@@ -297,11 +312,20 @@ def _proven(
             form = check_plan(module, mesh, chosen, roles, sequence_parallel, regather_inputs, criterion)
         except ValueError as error:
             first = first or error
+            if not is_told and time.monotonic() - began_s > QUIET_S:
+                is_told = True
+                print(
+                    f"plan: a small copy of {type(module).__name__} differs with these roles; others are tried on it, "
+                    f"which may take a minute",
+                    file=sys.stderr,
+                )
             continue
         if found.whole and mesh.rank == 0:
             names_by_reason: dict[str, list[str]] = {}
             for name, why in found.whole.items():
                 names_by_reason.setdefault(why, []).append(name)
+            if isinstance(first, UnfitError):
+                first.advise()
             told = "; ".join(f"{', '.join(names)}: {why}" for why, names in names_by_reason.items())
             warnings.warn(
                 f"plan='auto': left whole, exact but with no saving: {told}"
@@ -310,6 +334,8 @@ def _proven(
             )
         return chosen, roles, form
     assert first is not None, "there is a plan"
+    if isinstance(first, UnfitError):
+        first.advise()
     raise first
 
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -42,10 +42,12 @@ from colossal_lite.parallel.swap_checks import HOOKS, has_forward_of
 from colossal_lite.parallel.swap_proof import (
     Difference,
     NotRunError,
+    Truth,
     check_finite,
     difference_of_parts,
     prove,
     sum_of_squares,
+    truth_of,
     words,
 )
 from colossal_lite.parallel.tensor_modes import Form, ModeResult, mode_file, mode_of
@@ -82,6 +84,10 @@ class _Trial:
         """Raises NotRunError where random values grow through all blocks beyond what can be compared."""
         check_finite(self.small.model, self._batch, self.criterion)
 
+    @cached_property
+    def _truth(self) -> Truth:
+        return truth_of(self.small.model, self._batch, self.criterion)
+
     def difference(self, roles: Mapping[str, Role], form: Form) -> Difference | None:
         """Raises NotRunError if the plain copy does not run."""
 
@@ -90,7 +96,7 @@ class _Trial:
             gather_logits(module, roles, made[0], self.criterion)
             return made
 
-        return prove(self.small.model, self._batch, swap, self.layout, self.criterion)
+        return prove(self.small.model, self._batch, swap, self.layout, self.criterion, self._truth)
 
     def fitting(self, forms: Sequence[Form]) -> str:
         """The first change of one role's form, or of sequence_parallel, with which the copy is exact, in words."""
@@ -106,11 +112,17 @@ class _Trial:
         ]
         whole = [replace(form, sequence_parallel=False) for form in forms]
         for names, detail in tries[:MOST_TRIES]:
+            if detail in ("qkv", "kv") and not self._has_heads(names[0]):  # which none can swap
+                continue
             roles = {**self.small.roles, **dict.fromkeys(names, Role("colwise", detail))}
             for form in dict.fromkeys([*forms, *whole]):
                 if (names or form not in forms) and self._is_exact(roles, form):
                     return self._words(names, detail, needs_whole=form not in forms)
         return ""
+
+    def _has_heads(self, name: str) -> bool:
+        around = (role for path, role in self.small.roles.items() if f"{name}.".startswith(f"{path}."))
+        return any(role.name == "attention" for role in around)
 
     def _is_exact(self, roles: Mapping[str, Role], form: Form) -> bool:
         try:
@@ -128,11 +140,24 @@ class _Trial:
         return f"{names[0]} ({kind}) has the role {_text(found)}, and with {role} they agree"
 
 
+class UnfitError(ValueError):
+    """A plan under which the model is another one. What would fit takes many proofs to find, and is added if asked."""
+
+    def __init__(self, text: str, find: Callable[[], str]) -> None:
+        super().__init__(text)
+        self._find: Callable[[], str] | None = find
+
+    def advise(self) -> None:
+        """Add what would fit to the text."""
+        if self._find is not None:
+            self.args, self._find = (f"{self.args[0]}. {self._find()}",), None
+
+
 def check_plan(
     model: nn.Module, mesh: Mesh, plan: Mapping[str, str], roles: Mapping[str, Role],
     sequence_parallel: bool | Literal["auto"], regather_inputs: bool, criterion: ModelLoss | None = None,
 ) -> Form:  # fmt: skip
-    """The form in which the swapped model is the plain one; the same on every rank. Raises ValueError if there is none.
+    """The form in which the swapped model is the plain one; the same on every rank. Raises UnfitError if there is none.
     `criterion`: the loss is the model's own.
 
     Nothing is communicated. Our own GPT under its own plan is what tests prove, and is not proven again.
@@ -176,7 +201,7 @@ def check_plan(
         f"plan: with these roles a small copy of the model on {trial.layout.world_size} emulated ranks of tensor "
         f"mode {trial.mode} is not that of one process. Found: {found[-1].what}"
     )
-    raise ValueError(f"{text}. {trial.fitting(forms) or _place(trial.small, found[-1])}")
+    raise UnfitError(text, lambda: trial.fitting(forms) or _place(trial.small, found[-1]))
 
 
 def legal_forms(

@@ -93,6 +93,33 @@ def match_name(pattern: str, name: str) -> bool:
     return fits(pattern.split("."), name.split("."))
 
 
+class Patterns:
+    """Finds the patterns that fit a name, by the components that are plain text: a model may have thousands of both."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._place: dict[str, int] = {}
+        self._by_text: dict[tuple[int, tuple[int, ...]], dict[tuple[str, ...], list[str]]] = {}
+        self._of_any_length: list[str] = []
+        for place, pattern in enumerate(patterns):
+            self._place[pattern] = place
+            parts = pattern.split(".")
+            if "**" in parts:
+                self._of_any_length.append(pattern)
+                continue
+            plain = tuple(i for i, part in enumerate(parts) if not any(sign in part for sign in "*?["))
+            same = self._by_text.setdefault((len(parts), plain), {})
+            same.setdefault(tuple(parts[i] for i in plain), []).append(pattern)
+
+    def of(self, name: str) -> list[str]:
+        """The patterns that fit, in order."""
+        parts = name.split(".")
+        near = list(self._of_any_length)
+        for (count, plain), same in self._by_text.items():
+            if count == len(parts):
+                near += same.get(tuple(parts[i] for i in plain), ())
+        return sorted((p for p in near if match_name(p, name)), key=self._place.__getitem__)
+
+
 def with_new_names(plan: Mapping[str, str]) -> dict[str, str]:
     """The plan with roles by their new names, and a line of notice if it had old ones. Raises ValueError for both."""
     names = {pattern: text.split(":")[0] for pattern, text in plan.items()}
@@ -119,23 +146,21 @@ def assign_roles(plan: Mapping[str, str], modules: Iterable[str], owners: Iterab
     """
     parsed = {pattern: Role.parse(text, pattern) for pattern, text in plan.items()}
     names = list(modules)
+    fitting = Patterns(parsed)
     roles: dict[str, Role] = {}
+    used: set[str] = set()
     for name in names:
-        for pattern, role in parsed.items():
-            if match_name(pattern, name):
-                roles[name] = role
-                break
+        fits = fitting.of(name)
+        used.update(fits)
+        if fits:
+            roles[name] = parsed[fits[0]]
     adapters = tuple(f"{name}." for name, role in roles.items() if role.name == "adapter")
     faults = [
         f"no pattern fits {name}, which has parameters"
         for name in owners
         if name and name not in roles and not name.startswith(adapters)
     ]
-    faults += [
-        f"pattern {pattern!r} fits no module"
-        for pattern in parsed
-        if not any(match_name(pattern, name) for name in names)
-    ]
+    faults += [f"pattern {pattern!r} fits no module" for pattern in parsed if pattern not in used]
     if faults:
         raise ValueError("plan: " + "; ".join(faults) + f"; roles are {', '.join(ROLES)}")
     return roles

@@ -90,29 +90,45 @@ class _Run:
         return self.loss if self.evaluated is None else self.evaluated
 
 
-def prove(
-    model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout, criterion: ModelLoss | None = None
-) -> Difference | None:
-    """How `replace`, which swaps the layers of a copy for one rank of `layout`, makes `model` another; None if not.
+@dataclass(frozen=True)
+class Truth:
+    """What the plain model gives, and torch's random state behind its run."""
 
-    `criterion`: the loss is the model's own.  `model` has float64 values on the CPU and is changed in no way but its
-    gradients. Raises NotRunError if it does not run by itself.
-    """
+    run: _Run
+    random: Tensor
+
+
+def truth_of(model: nn.Module, batch: Batch, criterion: ModelLoss | None = None) -> Truth:
+    """The run of the plain model, which several proofs may share. Raises NotRunError if it does not run by itself."""
     calls = Calls()
     plain = deep_copy(model).train()
     calls.watch(plain)
     with torch.random.fork_rng(devices=[]):
         try:
-            truth = _plain_run(plain, batch, criterion)
+            return Truth(_plain_run(plain, batch, criterion), torch.get_rng_state())
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(
                 f"{calls.place or type(model).__name__}: {type(error).__name__}: {_line(error)}"
             ) from error
+
+
+def prove(
+    model: nn.Module, batch: Batch, replace: Replace, layout: MeshLayout, criterion: ModelLoss | None = None,
+    truth: Truth | None = None,
+) -> Difference | None:  # fmt: skip
+    """How `replace`, which swaps the layers of a copy for one rank of `layout`, makes `model` another; None if not.
+
+    `criterion`: the loss is the model's own.  `model` has float64 values on the CPU and is changed in no way but its
+    gradients. `truth`: of `model` on `batch`, if it is known. Raises NotRunError if it does not run by itself.
+    """
+    truth = truth or truth_of(model, batch, criterion)
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(truth.random)
         world = EmulatedWorld(LONGEST_S)
         meshes = Mesh.emulated(layout, world)
         ranks = [_Rank(deep_copy(model).train(), mesh, batch, replace, Calls(), criterion) for mesh in meshes]
         try:
-            found = run_emulated(world, [rank.differences(truth) for rank in ranks])
+            found = run_emulated(world, [rank.differences(truth.run) for rank in ranks])
         except (_FailedError, EndedError) as failed:
             cause = failed.__cause__ or failed
             where = (failed.place,) if isinstance(failed, _FailedError) and failed.place else ()
