@@ -24,6 +24,9 @@ class StatedSizes:
     """The longest sequence, where positions are counted from 0."""
     positions: int | None = None
     """`position_ids` are below it: the rows of a table."""
+    causal: bool = True
+    """Whether labels are next tokens. They are not where a model states that it is not causal, such as one of masked
+    words."""
 
 
 def check_batch(batch: Any, sizes: StatedSizes = StatedSizes()) -> None:  # noqa: B008 (frozen)
@@ -119,14 +122,15 @@ def _value_rules(path: str, x: Tensor, inputs: Tensor, sizes: StatedSizes) -> It
     if path == "labels":
         outside, legal = outside & (x != IGNORED), f"{legal}, or {IGNORED} for a position to be ignored"
     yield outside.any(), lambda: f"{first(outside)}; legal: {legal}"
-    if path == "labels" and not inputs.is_floating_point():
+    if path == "labels" and sizes.causal and not inputs.is_floating_point():
         # Next tokens equal the inputs only along a run of one token, and such a run is no fault.
         counted = x != IGNORED
         unshifted = counted[:, :-1] & (inputs[:, 1:] != inputs[:, :-1])
         rule = (
             'legal: already shifted, labels[:, t] = inputs[:, t + 1]; labels="unshifted" of run.batches, cl.fit or '
             "context.dataloader shifts those of Hugging Face; by hand: "
-            "torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)"
+            "torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100). A model of masked words says causal=False in "
+            "its config, and has no such rule"
         )
         equal = (~counted | (x == inputs)).all() & unshifted.any()
         yield equal, lambda: f"labels: equal to the inputs; {rule}"

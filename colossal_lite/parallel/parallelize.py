@@ -400,7 +400,15 @@ def stated_sizes(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Stat
     tables = [shape[0] for name, shape in shapes.items() if _POSITIONS.search(name) and len(shape) == 2]
     positions = sequence if sequence is not None and any(rows >= sequence for rows in tables) else None
     tokens = sequence if isinstance(module, GPT) else positions
-    return StatedSizes(facts.vocabulary if facts else None, tokens, positions)
+    return StatedSizes(facts.vocabulary if facts else None, tokens, positions, not _sees_later_tokens(module))
+
+
+def _sees_later_tokens(module: nn.Module) -> bool:
+    """Whether a model states that it is not causal: by its config, or by the name that transformers gives one of masked
+    words."""
+    config = getattr(module, "config", None)
+    stated = [getattr(config, name, None) for name in FACT_NAMES["causal"]]
+    return False in stated or any(type(part).__name__.endswith("ForMaskedLM") for part in module.modules())
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:

@@ -388,6 +388,13 @@ def test_a_sequence_or_position_beyond_what_the_model_states_is_refused() -> Non
         check_batch({"input_ids": X, "labels": Y, "position_ids": X % 2 + 2 - X[:1, :1] % 2}, sizes)
 
 
+def test_labels_of_masked_words_may_be_the_inputs_by_chance() -> None:
+    kept = X.where(X != 9, -100)
+    with pytest.raises(ValueError, match="says causal=False in its config"):
+        check_batch((X, kept))
+    check_batch((X, kept), StatedSizes(causal=False))
+
+
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=12), st.data())
 def test_next_tokens_are_never_taken_for_unshifted_labels(text: list[int], data: st.DataObject) -> None:
     inputs, labels = tokens(text[:-1]), tokens(text[1:])

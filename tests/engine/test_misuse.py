@@ -525,6 +525,24 @@ def test_a_loss_without_a_graph_and_a_load_beside_the_engine_are_told(stage: int
         assert load == "" if stage < 3 else "use engine.load_full_state_dict()" in load
 
 
+def kept_words(env: RankEnv, causal: bool) -> str:
+    """What a step says of labels that equal the inputs where they count, on one of two data ranks."""
+    torch.manual_seed(0)
+    shape = cl.models.GPTConfig(vocabulary=8, layers=1, heads=2, width=8, sequence=4, causal=causal)
+    inputs = batch()[0]
+    labels = torch.full_like(inputs, -100)
+    labels[0, 2] = inputs[0, 2] if env.rank == 0 else 7
+    with env.launch(SGD) as context:
+        engine = cl.initialize(cl.models.GPT(shape), context=context)
+        return told_of(lambda: engine.train_step((inputs, labels)))
+
+
+def test_masked_words_that_a_batch_keeps_by_chance_are_trained_on() -> None:
+    assert run_world(kept_words, 2, False) == ["", ""]
+    (told,) = run_world(kept_words, 1, True)
+    assert "labels: equal to the inputs" in told
+
+
 class Blocks(nn.Module):
     """Gives logits and the stream before them."""
 

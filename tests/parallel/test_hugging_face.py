@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
 
 import colossal_lite as cl
 from colossal_lite.parallel import hugging_face
+from colossal_lite.parallel.parallelize import stated_sizes
 from tests.shared.hugging_face import MODELS
 from tests.shared.parity import Case, assert_parity, initial_values, relative_error, serial_run
 from tests.shared.pool import RankEnv, WorldError, run_world
@@ -158,6 +160,16 @@ def test_what_their_attention_cannot_do_is_refused_by_name(what: str) -> None:
     with pytest.raises(WorldError, match=REFUSALS[what]) as error:
         run_world(refused, 2, what)
     assert error.value.ranks("raised") == [0, 1]
+
+
+def test_a_model_of_masked_words_says_by_its_name_that_it_is_not_causal() -> None:
+    config = BertConfig(
+        vocab_size=7, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    assert not stated_sizes(BertForMaskedLM(config), {}).causal
+    assert not stated_sizes(nn.Sequential(BertForMaskedLM(config)), {}).causal, "as within an adapter"
+    assert not stated_sizes(MODELS["hf-gpt2"](causal=False), {}).causal
+    assert stated_sizes(MODELS["hf-gpt2"](), {}).causal and stated_sizes(nn.Linear(2, 2), {}).causal
 
 
 def test_angles_that_follow_from_the_longest_position_are_refused_on_a_sequence_axis() -> None:
