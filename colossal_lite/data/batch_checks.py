@@ -27,6 +27,8 @@ class StatedSizes:
     causal: bool = True
     """Whether labels are next tokens. They are not where a model states that it is not causal, such as one of masked
     words."""
+    takes_ids: bool = False
+    """Whether the model looks its inputs up in a table, and takes no floating point."""
 
 
 def check_batch(batch: Any, sizes: StatedSizes = StatedSizes()) -> None:  # noqa: B008 (frozen)
@@ -42,6 +44,10 @@ def check_batch(batch: Any, sizes: StatedSizes = StatedSizes()) -> None:  # noqa
     if sizes.tokens is not None and not given and inputs.shape[1] > sizes.tokens:
         rule = f"at most {sizes.tokens} tokens, which the model states"
         raise ValueError(f"{next(iter(entries))}: shape {tuple(inputs.shape)}; legal: {rule}")
+    if sizes.takes_ids and inputs.is_floating_point():
+        raise ValueError(
+            f"{next(iter(entries))}: dtype {inputs.dtype}; legal: torch.int64, torch.int32 (the model takes ids)"
+        )
     for path, x in entries.items():
         _check_form(path, x, inputs)
     rules = [rule for path, x in entries.items() for rule in _value_rules(path, x, inputs, sizes)]

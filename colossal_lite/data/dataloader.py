@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
 from colossal_lite.data.loader import Collate, LabelForm, Loader, LoaderSettings, Place
@@ -35,7 +36,7 @@ def dataloader(
         global_batch=global_batch, shuffle=shuffle, drop_last=drop_last, workers=workers, collate=collate
     )
     found = settings_of(dataset) if isinstance(dataset, DataLoader) else {}
-    found |= {name: value for name, value in given.items() if value is not None}
+    found |= {name: _plain(value) for name, value in given.items() if value is not None}
     samples: Any = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     if "global_batch" not in found:
         raise ValueError("global_batch: none given; legal: the samples of an optimizer step over all ranks")
@@ -47,7 +48,12 @@ def dataloader(
     if not found.get("workers"):
         found |= dict(prefetch_factor=None, persistent_workers=False, multiprocessing_context=None)
     settings = LoaderSettings(**found, labels=labels, seed=seed)
-    return (StreamLoader if is_stream else MapLoader)(samples, settings, place, start)
+    return (StreamLoader if is_stream else MapLoader)(samples, settings, place, _plain(start))
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy as Python has it, which JSON knows."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def is_iterable_only(dataset: Any) -> bool:

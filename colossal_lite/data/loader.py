@@ -84,14 +84,25 @@ class LoaderSettings:
     multiprocessing_context: Any = None
 
     def __post_init__(self) -> None:
-        if self.global_batch < 1:
+        if not _is_whole(self.global_batch, 1):
             raise ValueError(
-                f"global_batch: {self.global_batch}; legal: 1 or more samples per optimizer step"
+                f"global_batch: {self.global_batch!r}; legal: 1 or more samples per optimizer step, a whole number"
             )
-        if self.workers < 0:
-            raise ValueError(f"workers: {self.workers}; legal: 0 or more")
+        if not _is_whole(self.workers, 0):
+            raise ValueError(f"workers: {self.workers!r}; legal: 0 or more, a whole number")
+        for name in ("shuffle", "drop_last"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: {getattr(self, name)!r}; legal: True or False")
+        if self.collate is not None and not callable(self.collate):
+            raise ValueError(
+                f"collate: {self.collate!r}; legal: a callable that makes a batch of a list of samples, or None"
+            )
         if self.labels not in get_args(LabelForm):
             raise ValueError(f"labels: {self.labels!r}; legal: {', '.join(map(repr, get_args(LabelForm)))}")
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True)
@@ -127,8 +138,8 @@ class Loader(ABC):
 
     def __init__(self, dataset: Any, settings: LoaderSettings, place: Place, start: int) -> None:
         """Raises ValueError for a negative start."""
-        if start < 0:
-            raise ValueError(f"start: {start}; legal: 0 or more")
+        if not _is_whole(start, 0):
+            raise ValueError(f"start: {start!r}; legal: 0 or more samples, a whole number")
         self.dataset, self.settings, self.place, self.samples = dataset, settings, place, start
 
     @abstractmethod
@@ -147,8 +158,8 @@ class Loader(ABC):
 
     def take(self, num_batches: int) -> Iterator[Any]:
         """The next `num_batches` batches, over as many epochs as that takes. ValueError for a negative number."""
-        if num_batches < 0:
-            raise ValueError(f"take: {num_batches}; legal: 0 or more batches")
+        if not _is_whole(num_batches, 0):
+            raise ValueError(f"take: {num_batches!r}; legal: 0 or more batches, a whole number")
         epochs = itertools.chain.from_iterable(iter(self) for _ in itertools.count())
         return itertools.islice(epochs, num_batches)
 
@@ -156,7 +167,7 @@ class Loader(ABC):
 def stacked(rows: list[Any]) -> Any:
     """torch's default batch of samples, in which lists of numbers, as Hugging Face's datasets give them, are tensors.
 
-    Raises ValueError for samples of different shapes."""
+    Raises ValueError for samples of different shapes, and for those that torch makes no tensors of."""
 
     def asapply_to_tensors(row: Any) -> Any:
         if not isinstance(row, Mapping):
@@ -165,9 +176,11 @@ def stacked(rows: list[Any]) -> Any:
 
     try:
         return default_collate([asapply_to_tensors(row) for row in rows])
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:
+        what = str(error).splitlines()[0]
+        what = f"some have no key {what}" if isinstance(error, KeyError) else what
         raise ValueError(
-            f"dataset: its samples make no batch: {str(error).splitlines()[0]}; legal: samples of one shape, or "
+            f"dataset: its samples make no batch: {what}; legal: samples of one shape, or "
             f"collate=, such as a collator of transformers, which pads"
         ) from error
 

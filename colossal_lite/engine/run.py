@@ -11,6 +11,7 @@ A loop that ends early by `break` has its last step saved when the context close
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import tempfile
@@ -27,6 +28,7 @@ from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.checkpoint.run_state import Loaded
 from colossal_lite.data.loader import Loader
 from colossal_lite.engine.engine import Engine
+from colossal_lite.engine.loader_arguments import loader_names, refuse_unknown, whole
 from colossal_lite.engine.step_measurements import leave_measurements
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.engine.stopping import SAVES_FAILED, Stopped
@@ -62,10 +64,8 @@ class Run:
         `flops_per_token` of forward and backward, for mfu.  `fresh`: start over; earlier checkpoints are renamed, not
         deleted.  Raises ValueError on every rank for a folder that cannot be written, or that another running process
         owns."""
-        if save_every is not None and save_every < 1:
-            raise ValueError(
-                f"save_every: {save_every}; legal: 1 or more steps, or None for the last step alone"
-            )
+        if save_every is not None:
+            save_every = whole("save_every", save_every, "1 or more steps, or None for the last step alone")
         self.engine, self.context, self.directory = engine, engine.context, Path(directory)
         self.checkpoints = self.directory / "checkpoints"
         self._save_every = save_every
@@ -99,8 +99,8 @@ class Run:
         `steps` is the total, with the steps made before a resume. A run that has made them gives no batch, and says so.
         Continues at the position in the data. Saves after the last step. Raises `Stopped` after the step in which a
         signal came. Raises ValueError if a resumed run's dataset had another length. Collective."""
-        if steps < 1:
-            raise ValueError(f"steps: {steps}; legal: 1 or more, those made before a resume included")
+        refuse_unknown("run.batches", loader, ["steps", *loader_names(less=["start"])])
+        steps = whole("steps", steps, "1 or more whole steps, those made before a resume included")
         start = self._samples
         self._loader = self.context.dataloader(dataset, start=start, **loader)
         found = self._loader.num_samples
@@ -158,6 +158,7 @@ class Run:
 
         Its batches are those of training, or of a torch DataLoader, but neither shuffled nor dropped; `loader` changes
         that. Auxiliary losses are weighed in each batch. Collective."""
+        refuse_unknown("run.evaluate", loader, loader_names())
         options = {**self._options_of(dataset), "shuffle": False, "drop_last": False, **loader}
         total, count = 0.0, 0.0
         with self._log.timeline.span("evaluate"):
@@ -296,6 +297,11 @@ def fit(
 
     `valid` is evaluated every `evaluate_every` steps (None: with each save), and after the last. Other arguments are as
     for `Run` and `Run.batches`."""
+    own = [name for name in inspect.signature(fit).parameters if name not in ("engine", "dataset", "loader")]
+    refuse_unknown("fit", loader, [*own, *loader_names(less=["start"])])
+    if evaluate_every is not None:
+        evaluate_every = whole("evaluate_every", evaluate_every, "1 or more steps, or None for each save")
+    steps = whole("steps", steps, "1 or more whole steps, those made before a resume included")
     run = Run(directory, engine, save_every=save_every, log=log)
     every = evaluate_every or save_every or steps
     for batch in run.batches(dataset, steps=steps, **loader):

@@ -41,6 +41,7 @@ from colossal_lite.parallel.dropout_rows import (
     rows_behind,
 )
 from colossal_lite.parallel.fused_head import FusedHead, UnmadeLogits, fuse_head, head_of
+from colossal_lite.parallel.hugging_face import is_hugging_face
 from colossal_lite.parallel.length_proof import LengthProofs, Proof, proofs_at
 from colossal_lite.parallel.lora import with_adapters
 from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
@@ -400,7 +401,11 @@ def stated_sizes(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Stat
     tables = [shape[0] for name, shape in shapes.items() if _POSITIONS.search(name) and len(shape) == 2]
     positions = sequence if sequence is not None and any(rows >= sequence for rows in tables) else None
     tokens = sequence if isinstance(module, GPT) else positions
-    return StatedSizes(facts.vocabulary if facts else None, tokens, positions, not _sees_later_tokens(module))
+    takes_ids = isinstance(module, GPT) or (
+        is_hugging_face(module) and getattr(module, "main_input_name", None) == "input_ids"
+    )
+    vocabulary = facts.vocabulary if facts else None
+    return StatedSizes(vocabulary, tokens, positions, not _sees_later_tokens(module), takes_ids)
 
 
 def _sees_later_tokens(module: nn.Module) -> bool:

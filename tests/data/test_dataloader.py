@@ -280,13 +280,52 @@ def test_batches_come_on_the_device_asked_for() -> None:
         ([], {}, "dataset: 0 samples found"),
         ([1, 2], {"global_batch": 3}, "2 samples found, 3 needed for one batch; legal: .*global_batch <= 2"),
         ([1, 2], {"global_batch": 0}, "global_batch: 0; legal: 1 or more"),
+        ([1, 2], {"global_batch": "8"}, "global_batch: '8'; legal: 1 or more .* a whole number"),
+        ([1, 2], {"global_batch": 8.0}, "global_batch: 8.0; legal: 1 or more"),
+        ([1, 2], {"global_batch": True}, "global_batch: True; legal: 1 or more"),
+        ([1, 2], {"shuffle": "no"}, "shuffle: 'no'; legal: True or False"),
+        ([1, 2], {"drop_last": 2}, "drop_last: 2; legal: True or False"),
+        ([1, 2], {"collate": "pad"}, "collate: 'pad'; legal: a callable"),
+        ([1, 2], {"workers": 0.5}, "workers: 0.5; legal: 0 or more"),
         ([1, 2], {"start": -1}, "start: -1"),
+        ([1, 2], {"start": 1.0}, "start: 1.0; legal: 0 or more"),
         ([1, 2], {"workers": -1}, "workers: -1"),
     ],
 )
 def test_a_loader_that_cannot_load_is_refused(dataset: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataloader(dataset, place=Place(), **{"global_batch": 1, **options})
+
+
+def test_numbers_of_numpy_are_counts_too() -> None:
+    loader: Any = dataloader(
+        [1, 2, 3], place=Place(), global_batch=np.int64(2), start=np.int32(0), drop_last=np.bool_(False)
+    )
+    assert len(loader) == 2 and type(loader.settings.global_batch) is int and type(loader.samples) is int
+
+
+@pytest.mark.parametrize("steps", [2.0, "2", -1, True])
+def test_a_count_of_batches_that_is_no_whole_number_is_refused(steps: Any) -> None:
+    with pytest.raises(ValueError, match=f"take: {steps!r}; legal: 0 or more batches"):
+        dataloader([1, 2], place=Place(), global_batch=1).take(steps)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([(torch.zeros(2), None)] * 2, "found <class 'NoneType'>; legal: samples of one shape, or collate="),
+        ([dict(a=1, labels=2), dict(a=1)], "some have no key 'labels'; legal: samples"),
+        (
+            [dict(input_ids=["a", "b"])],
+            "its samples make no batch: too many dimensions 'str'; legal: samples",
+        ),
+        ([torch.zeros(2), torch.zeros(3)], "its samples make no batch: stack expects each tensor"),
+    ],
+)
+def test_samples_that_make_no_batch_are_refused_by_name(rows: list[Any], says: str) -> None:
+    loader = dataloader(rows, place=Place(), global_batch=len(rows), shuffle=False)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        next(iter(loader))
 
 
 def test_a_part_that_is_not_there_is_refused() -> None:
@@ -386,6 +425,15 @@ def test_a_sequence_or_position_beyond_what_the_model_states_is_refused() -> Non
     check_batch({"input_ids": X, "labels": Y, "position_ids": X % 2}, sizes)  # packed documents
     with pytest.raises(ValueError, match=r"position_ids\[0, 0\]: 2; legal: 0 to 1 \(the positions that"):
         check_batch({"input_ids": X, "labels": Y, "position_ids": X % 2 + 2 - X[:1, :1] % 2}, sizes)
+
+
+def test_a_model_that_takes_ids_is_given_no_floating_point() -> None:
+    for batch in ((X.double(), Y), {"input_ids": X.double(), "labels": Y}):
+        with pytest.raises(
+            ValueError, match=r": dtype torch.float64; legal: torch.int64, torch.int32 \(the model"
+        ):
+            check_batch(batch, StatedSizes(takes_ids=True))
+    check_batch((X.int(), Y), StatedSizes(takes_ids=True))
 
 
 def test_labels_of_masked_words_may_be_the_inputs_by_chance() -> None:

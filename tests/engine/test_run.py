@@ -263,6 +263,20 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
         run = cl.Run(folder, engine)
         if how == "steps":
             run.batches(TRAIN, global_batch=4, steps=0)
+        if how == "half":
+            run.batches(TRAIN, global_batch=4, steps=6.0)  # type: ignore[arg-type]
+        if how == "fit steps":
+            cl.fit(engine, TRAIN, directory=folder + "/other", steps="6", global_batch=4)  # type: ignore[arg-type]
+        if how == "fit every":
+            cl.fit(engine, TRAIN, directory=folder + "/other", steps=6, evaluate_every=-1, global_batch=4)
+        if how == "fit name":
+            cl.fit(engine, TRAIN, directory=folder + "/other", steps=6, batchsize=3)
+        if how == "fit start":
+            cl.fit(engine, TRAIN, directory=folder + "/other", steps=6, global_batch=4, start=4)
+        if how == "name":
+            run.batches(TRAIN, global_batch=4, steps=6, suffle=False)
+        if how == "evaluate name":
+            run.evaluate(VALID, global_batch=4, num_workers=1)
         if how == "unused":
             for _ in run.batches(TRAIN, global_batch=4, steps=3):
                 continue
@@ -283,6 +297,16 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
         ("one rank", "directory: rank 0 cannot write to /sys/kernel/run: "),
         ("log", "log: mlflow; legal: tensorboard, wandb"),
         ("steps", "steps: 0; legal: 1 or more"),
+        ("half", "steps: 6.0; legal: 1 or more whole steps"),
+        ("fit steps", "steps: '6'; legal: 1 or more whole steps"),
+        ("fit every", "evaluate_every: -1; legal: 1 or more steps, or None"),
+        ("fit name", "fit: unknown argument 'batchsize'; legal: directory, steps, valid, "),
+        ("fit name", "did you mean 'global_batch'?"),
+        ("fit start", "fit: unknown argument 'start'; legal: "),
+        ("name", "run.batches: unknown argument 'suffle'; legal: steps, global_batch, shuffle, "),
+        ("name", "did you mean 'shuffle'?"),
+        ("evaluate name", "run.evaluate: unknown argument 'num_workers'; legal: "),
+        ("evaluate name", "did you mean 'workers'?"),
         ("unused", "a batch was given, and no step was made with it; legal: one run.step(batch)"),
         ("labels", "evaluate: no label of the dataset counts"),
     ],

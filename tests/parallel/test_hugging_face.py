@@ -172,6 +172,14 @@ def test_a_model_of_masked_words_says_by_its_name_that_it_is_not_causal() -> Non
     assert stated_sizes(MODELS["hf-gpt2"](), {}).causal and stated_sizes(nn.Linear(2, 2), {}).causal
 
 
+def test_a_model_of_words_says_that_it_takes_ids() -> None:
+    shape = cl.models.GPTConfig(vocabulary=8, layers=1, heads=2, width=8, sequence=4)
+    assert (
+        stated_sizes(cl.models.GPT(shape), {}).takes_ids and stated_sizes(MODELS["hf-gpt2"](), {}).takes_ids
+    )
+    assert not stated_sizes(nn.Linear(2, 2), {}).takes_ids
+
+
 def test_angles_that_follow_from_the_longest_position_are_refused_on_a_sequence_axis() -> None:
     model: Any = MODELS["hf-llama"]()
     assert not list(hugging_face.faults(model))
