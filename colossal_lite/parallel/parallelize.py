@@ -294,7 +294,7 @@ def _names(module: nn.Module) -> tuple[list[str], list[str]]:
 
 
 QUIET_S = 1.0
-"""A search for a plan that takes longer is told: it may go on for tens of such times."""
+"""Rank 0 prints it where a search for a plan takes longer, as it may go on for tens of such times."""
 
 
 @frozen_heap()
