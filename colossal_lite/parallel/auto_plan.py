@@ -32,7 +32,7 @@ SAMPLES, TOKENS = 2, 8
 NEGLIGIBLE = 1e-13
 """Share of the largest gradient below which a gradient is rounding, not a dependence."""
 MOST_ALONE = 8
-"""Modules of which each is left whole alone, to see whether the others can be cut."""
+"""Modules that are left whole one by one, to see whether the others can be cut."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
