@@ -316,8 +316,8 @@ def _proven(
             if not is_told and time.monotonic() - began_s > QUIET_S:
                 is_told = True
                 print(
-                    f"plan: a small copy of {type(module).__name__} differs with these roles; others are tried on it, "
-                    f"which may take a minute",
+                    f"plan: these roles do not fit {type(module).__name__}; others are tried on a small copy, which may "
+                    f"take a minute",
                     file=sys.stderr,
                 )
             continue

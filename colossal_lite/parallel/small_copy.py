@@ -219,7 +219,7 @@ def _copied_by_parts(value: Any, memo: dict[int, Any]) -> Any:
         return made
     if not isinstance(value, nn.Module) or not _copies_as_module(kind) or "__deepcopy__" in vars(value):
         return copy.deepcopy(value, memo)
-    made = memo[id(value)] = kind.__new__(kind)
+    made = memo[id(value)] = object.__new__(kind)
     for name, each in vars(value).items():
         if name != "_compiled_call_impl":
             made.__dict__[name] = _copied_by_parts(each, memo)

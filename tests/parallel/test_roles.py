@@ -6,7 +6,15 @@ import warnings
 
 import pytest
 
-from colossal_lite.parallel.roles import RENAMED_ROLES, ROLES, Role, assign_roles, with_new_names
+from colossal_lite.parallel.roles import (
+    RENAMED_ROLES,
+    ROLES,
+    Patterns,
+    Role,
+    assign_roles,
+    match_name,
+    with_new_names,
+)
 
 OLD = {
     "a.qkv": "first:qkv",
@@ -55,3 +63,13 @@ def test_an_old_role_beside_a_new_one_is_refused(old: str, new: str) -> None:
     with pytest.raises(ValueError, match="new names alone") as caught:
         with_new_names({"x": old, "y": new, "z": "norm"})
     assert f"'x': {old!r}" in str(caught.value)
+
+
+def test_patterns_are_found_as_one_by_one() -> None:
+    patterns = [
+        "a.*.up", "a.0.up", "**.up", "a.*", "*.0.up", "a.[01].up", "b", "a.**", "a.?.u*", "**", "a.0.[", "a.x*.up",
+    ]  # fmt: skip
+    names = ["a", "b", "a.0", "a.0.up", "a.1.up", "a.2.up", "b.0.up", "a.0.[", "a.x*.up", "a.0.up.c"]
+    fitting = Patterns(patterns)
+    for name in names:
+        assert fitting.of(name) == [pattern for pattern in patterns if match_name(pattern, name)], name

@@ -24,7 +24,7 @@ from colossal_lite.parallel.auto_plan import auto_plan
 from colossal_lite.parallel.narrowing import narrowing
 from colossal_lite.parallel.parallelize import parallelize
 from colossal_lite.parallel.roles import Role, assign_roles, known_plan
-from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, small_copy
+from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, deep_copy, small_copy
 from colossal_lite.parallel.swap_checks import linear_faults
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.shared import hugging_face
@@ -428,3 +428,28 @@ class OffByLittle(nn.Linear):
 def test_a_class_that_acts_as_a_linear_is_told_from_one_that_is_off_in_its_seventh_digit() -> None:
     assert not list(linear_faults(Casts(6, 4)))
     assert list(linear_faults(OffByLittle(6, 4)))
+
+
+def test_a_copy_is_that_of_deepcopy() -> None:
+    class Stateful(nn.Linear):
+        def __setstate__(self, state: Any) -> None:
+            super().__setstate__(state)
+            self.restored = True
+
+    model = nn.Sequential(nn.Linear(4, 4), Stateful(4, 4), nn.MultiheadAttention(4, 2), nn.BatchNorm1d(4))
+    first: Any = model[0]
+    first.weight = model[1].weight
+    first.notes = {"tie": model[1], "norm": model[3], "size": 1.5}
+    first.same = first.notes
+    first.register_forward_hook(lambda *_: None)
+    made, right = deep_copy(model), copy.deepcopy(model)
+    again: Any = made[0]
+    assert again.weight is made[1].weight is not first.weight and again.same is again.notes is not first.notes
+    assert again.notes["tie"] is made[1] and again.notes["norm"] is made[3]
+    assert made[1].restored and not hasattr(model[1], "restored")
+    for (name, module), (other, expected) in zip(made.named_modules(), right.named_modules(), strict=True):
+        assert name == other and vars(module).keys() == vars(expected).keys()
+    for key, value in right.state_dict().items():
+        assert torch.equal(made.state_dict()[key], value)
+    assert not {id(p) for p in made.parameters()} & {id(p) for p in model.parameters()}
+    assert len(first._forward_hooks) == len(again._forward_hooks) == 1

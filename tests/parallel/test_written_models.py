@@ -16,6 +16,7 @@ from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.launcher.command import main
+from colossal_lite.parallel import plan_proof, swap_proof
 from colossal_lite.parallel.auto_plan import shares_of
 from colossal_lite.parallel.parallelize import Parallelized, parallelize
 from colossal_lite.parallel.whole_sizes import Cut, CutError, Part, viewed
@@ -225,3 +226,55 @@ def test_the_command_prints_a_plan_that_python_reads(
     assert main(["roles", f"{file}:build"]) == 2
     told = capsys.readouterr().err
     assert "KeyError: 'no such size'" in told and "Traceback" not in told
+
+
+class Experts(nn.Module):
+    """Each token goes through one of many small linears, picked by values that a cut changes nothing of."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, count, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.Flatten(0, -1), nn.Unflatten(0, (-1, 2 * width)),
+                          nn.Linear(2 * width, width))
+            for _ in range(count)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        picked = self.router(flat).argmax(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            at = torch.where(picked == number)[0]
+            if len(at):
+                out = out.index_add(0, at, expert(flat[at]))
+        return x + out.view_as(x)
+
+
+class ExpertModel(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Experts(WIDTH, count) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def test_many_experts_that_cannot_be_cut_take_few_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    proofs = list[None]()
+
+    def counted(*args: Any) -> Any:
+        proofs.append(None)
+        return swap_proof.prove(*args)
+
+    monkeypatch.setattr(plan_proof, "prove", counted)
+    with pytest.warns(UserWarning, match="left whole"):
+        made = parallel(ExpertModel(20), size=2, sequence_parallel=True)
+    assert len(proofs) <= 30, len(proofs)
+    assert made.plan["layers.*"] == "block"
