@@ -26,6 +26,7 @@ from colossal_lite.memory.packing import ChunkSpec, trains
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.random import DropoutStreams
+from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.dropout_rows import unbind_dropout
 from colossal_lite.parallel.fused_head import free_head
 from colossal_lite.parallel.parallelize import Parallelized
@@ -39,6 +40,7 @@ from colossal_lite.transforms.activation_checkpoint import (
 )
 from colossal_lite.transforms.auxiliary_loss import unbind
 from colossal_lite.transforms.batch_statistics import free_statistics
+from colossal_lite.transforms.key_cache import give_key_cache_back
 from colossal_lite.transforms.split_backward import WeightGradStore, defer_weights, restore_weights
 from colossal_lite.zero.build_chunks import chunk_optimizer
 from colossal_lite.zero.forward_hooks import ForwardGates
@@ -139,6 +141,8 @@ class EngineParts:
         model = self.built.model
         self.hooks.remove()
         remove_activation_checkpoint(model)
+        give_key_cache_back(model)
+        hugging_face.unbind(model)
         restore_weights(model)
         free_head(model)
         unbind(model)

@@ -22,6 +22,7 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import TORCH, Mask
 
 NAME = "colossal_lite"
+BEFORE = "_attention_before"
 MODELS = ("gpt2", "llama")
 # Settings of a config under which attention is another function, or its products need a generator.
 PLAIN: dict[str, tuple[Any, ...]] = {
@@ -62,10 +63,18 @@ def bind(module: nn.Module) -> None:
     """Make the attention of a model ours; every attention module gets `ops` for `parallelize` to set."""
     import_module("transformers").AttentionInterface.register(NAME, attend)
     config: Any = module.config
+    module.__dict__.setdefault(BEFORE, config._attn_implementation)
     config._attn_implementation = NAME
     for owner in module.modules():
         if hasattr(owner, "is_causal"):
             setattr(owner, "ops", TORCH)  # noqa: B010  (nn.Module types its attributes as tensors and modules)
+
+
+def unbind(module: nn.Module) -> None:
+    """Give a model its own attention back."""
+    if (own := module.__dict__.pop(BEFORE, None)) is not None:
+        config: Any = module.config
+        config._attn_implementation = own
 
 
 def local_arguments(batch: Batch) -> Batch:
@@ -85,6 +94,11 @@ def attend(
 
     Raises ValueError for what a model asks beyond that.
     """
+    if not hasattr(module, "ops"):
+        raise ValueError(
+            f"model: {type(module).__name__} has its config from another model, which an engine has on a sequence "
+            f"axis. Legal: a config for each model, such as copy.deepcopy(config)"
+        )
     asked = [name for name in UNKNOWN if more.get(name) not in (None, False)] + ["dropout"] * (dropout != 0.0)
     if asked:
         raise ValueError(

@@ -68,6 +68,7 @@ from colossal_lite.parallel.tensor_modes import (
 )
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, check_cuts, modules_of
+from colossal_lite.transforms.key_cache import give_key_cache_back, switch_off_key_cache
 
 
 @dataclass(frozen=True)
@@ -273,8 +274,14 @@ def _check_sequence(
                 f"Legal: one of the two, models.GPT, or Hugging Face's GPT-2 and Llama without dropout of attention"
             )
     known = known_plan(*_names(module))
-    roles = assign_roles(known[1], *_names(module)) if known else roles_by_shape(module)
-    check_sequence(module, mesh, mode, roles, criterion)
+    plan = None if known is None else with_adapters(known[1], module)
+    roles = assign_roles(plan, *_names(module)) if plan else roles_by_shape(module)
+    switch_off_key_cache(module)  # it joins keys of a rank's tokens to none
+    try:
+        check_sequence(module, mesh, mode, roles, criterion)
+    except ValueError:
+        give_key_cache_back(module)
+        raise
 
 
 def _serial(module: nn.Module) -> ModeResult:
@@ -316,8 +323,8 @@ def _proven(
             if not is_told and time.monotonic() - began_s > QUIET_S:
                 is_told = True
                 print(
-                    f"plan: these roles do not fit {type(module).__name__}; others are tried on a small copy, which may "
-                    f"take a minute",
+                    f"plan: these roles do not fit {type(module).__name__}; others are tried on a small copy, which "
+                    f"may take a minute",
                     file=sys.stderr,
                 )
             continue

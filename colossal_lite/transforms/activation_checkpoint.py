@@ -35,6 +35,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.checkpoint import checkpoint
 
 from colossal_lite.numerics.random import DropoutStreams, Place
+from colossal_lite.transforms.key_cache import switch_off_key_cache
 from colossal_lite.transforms.saved_results import SavedResults
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -89,10 +90,10 @@ def apply_activation_checkpoint(module: nn.Module, mode: Mode, streams: DropoutS
         )
     # Torch imports this in its first `checkpoint`, and the import keeps that call's tensors until a collection.
     importlib.import_module("torch._dynamo")
-    cached = _without_cache(module)
+    switch_off_key_cache(module)
     for name, block in blocks.items():
         # On the instance: names of modules and parameters, and hooks on the block, do not change.
-        block.forward = CheckpointedBlock(name, block, block.forward, mode, streams, cached)
+        block.forward = CheckpointedBlock(name, block, block.forward, mode, streams)
     return tuple(blocks)
 
 
@@ -105,15 +106,6 @@ def surround_recomputation(
             block.forward = replace(forward, around=around)
 
 
-def _without_cache(module: nn.Module) -> Any:
-    """Switch off the key cache of a library's model. Returns its config if that had it on."""
-    config = getattr(module, "config", None)
-    if getattr(config, "use_cache", None) is not True:
-        return None
-    setattr(config, "use_cache", False)  # noqa: B010  (the config's class is not known)
-    return config
-
-
 def part_of(block: nn.Module, part: Callable[..., Any]) -> Callable[..., Any]:
     """A part of a block's forward, run as the block itself: twice if the block is recomputed."""
     whole = block.__dict__.get("forward")
@@ -121,15 +113,13 @@ def part_of(block: nn.Module, part: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def remove_activation_checkpoint(module: nn.Module) -> None:
-    """Restore every block's own forward, and the config's `use_cache`."""
+    """Restore every block's own forward."""
     for block in blocks_of(module).values():
         if isinstance(changed := block.__dict__.get("forward"), CheckpointedBlock):
             if getattr(changed.forward, "__func__", None) is type(block).forward:
                 del block.forward
             else:
                 block.forward = changed.forward
-            if changed.cached is not None:
-                changed.cached.use_cache = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,8 +131,6 @@ class CheckpointedBlock:
     forward: Callable[..., Any]
     mode: Mode
     streams: DropoutStreams
-    cached: Any = None
-    """The model's config, if it said `use_cache` before."""
     around: Callable[[nn.Module], AbstractContextManager[Any]] = lambda block: nullcontext()
     """Context of the second forward: what gates of the block's own weights do in the first, which calls the block."""
     is_part: bool = False

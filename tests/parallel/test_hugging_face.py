@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, MistralConfig, MistralForCausalLM
 
 import colossal_lite as cl
 from colossal_lite.parallel import hugging_face
@@ -17,6 +17,10 @@ from tests.shared.hugging_face import MODELS
 from tests.shared.parity import Case, assert_parity, initial_values, relative_error, serial_run
 from tests.shared.pool import RankEnv, WorldError, run_world
 
+MISTRAL: dict[str, Any] = dict(
+    vocab_size=37, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=16,
+)  # fmt: skip
 CASES = {
     "data 2": Case(world_size=2, ragged=True),
     "tensor 2": Case(world_size=2, tensor=2),
@@ -186,3 +190,67 @@ def test_angles_that_follow_from_the_longest_position_are_refused_on_a_sequence_
     model.config.rope_parameters = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
     (words,) = hugging_face.faults(model)
     assert "rope_type='dynamic', whose angles follow from the longest position" in words
+
+
+def with_cache(env: RankEnv, use_cache: bool) -> tuple[float, list[bool]]:
+    """The loss of a second step, and `use_cache` in the run and behind it."""
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**MISTRAL, use_cache=use_cache)).double()
+    ids = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(0))
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), parallel=dict(sequence=2))
+    with env.launch(config) as context:
+        engine = cl.initialize(model, context=context)
+        losses = [float(engine.train_step((ids, ids.roll(-1, 1))).loss) for _ in range(2)]
+        seen = model.config.use_cache
+        engine.close()
+    return losses[1], [seen, model.config.use_cache]
+
+
+def test_a_model_that_keeps_keys_is_trained_on_a_sequence_axis_without_them() -> None:
+    for (kept, switched), (right, off) in zip(
+        run_world(with_cache, 2, True), run_world(with_cache, 2, False), strict=True
+    ):
+        assert kept == right and switched == [False, True] and off == [False, False]
+
+
+def shared_config(env: RankEnv) -> tuple[str, float, float]:
+    """What another model of one config says beside an engine on a sequence axis; its loss behind that and before."""
+    torch.manual_seed(0)
+    model: Any = MODELS["hf-llama"]()
+    other: Any = type(model)(model.config).double()
+    ids = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(0))
+
+    def loss() -> float:
+        return float(other(ids, labels=ids).loss)
+
+    before, text = loss(), ""
+    with env.launch(dict(precision="fp64", parallel=dict(sequence=2))) as context:
+        engine = cl.initialize(model.double(), context=context)
+        engine.train_step((ids, ids.roll(-1, 1)))
+        try:
+            loss()
+        except ValueError as error:
+            text = str(error)
+        engine.close()
+        return text, before, loss()
+
+
+def test_another_model_of_the_same_config_is_refused_by_name_and_runs_when_the_engine_is_closed() -> None:
+    for text, before, behind in run_world(shared_config, 2):
+        assert "LlamaAttention has its config from another model" in text and before == behind
+
+
+def refused_with_cache(env: RankEnv) -> tuple[str, bool]:
+    model = MistralForCausalLM(MistralConfig(**MISTRAL, use_cache=True)).double()
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] - args[0].mean(1, keepdim=True),))
+    with env.launch(dict(precision="fp64", parallel=dict(sequence=2))) as context:
+        try:
+            cl.initialize(model, context=context)
+        except ValueError as error:
+            return str(error), model.config.use_cache
+    return "", True
+
+
+def test_a_refused_model_keeps_its_key_cache() -> None:
+    for text, use_cache in run_world(refused_with_cache, 2):
+        assert "sequence: a small copy" in text and use_cache

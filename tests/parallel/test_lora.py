@@ -37,6 +37,24 @@ def test_every_gradient_of_an_adapter_is_the_serial_one(name: str, sequence_para
     assert_parity(case, sequence_parallel=sequence_parallel)
 
 
+SEQUENCES = {
+    "gpt2": Case(world_size=2, sequence=2, tokens=16, **STEP),
+    "llama, as peft has them": Case(
+        "llama", world_size=2, sequence=2, tokens=16, adapter_kind=ModularAdapter, **STEP
+    ),
+    "hf-gpt2, as peft has them": Case(
+        "hf-gpt2", world_size=2, sequence=2, tokens=16, build="module", adapter_kind=ModularAdapter, **STEP
+    ),
+    "hf-llama": Case("hf-llama", world_size=2, tied=False, sequence=2, tokens=16, build="module", **STEP),
+    "gpt2, ring 2 x tensor 2": Case(world_size=4, sequence=2, tensor=2, tokens=16, **STEP),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_every_gradient_of_an_adapter_is_the_serial_one_on_a_sequence_axis(name: str) -> None:
+    assert_parity(SEQUENCES[name])
+
+
 # ---- bytes ----
 
 
