@@ -13,27 +13,26 @@ Ranks could not know otherwise that they read the same samples.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from colossal_lite.data.checksums import by_field
 
-PLACES = 8
-"""Samples of a dataset with a length that are compared."""
 PROBED = 16
 """Samples of a stream that tell which of its fields are drawn anew."""
 
 
-def dataset_facts(dataset: Any, length: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+def dataset_facts(
+    dataset: Any, length: int | None, settings: Mapping[str, Any], soon: Collection[int] = ()
+) -> dict[str, Any]:
     """Plain values that are equal where datasets, and the `settings` of their loaders, are.
 
-    They are checksums by field of `PLACES` samples from first to last; without a length, of the first. A field that is
-    drawn anew at each read has None. `steady`: see `steady_fields`."""
+    They are checksums by field of the first, middle and last sample, and of those that are read `soon`. Without a
+    length they are of the first. A field that is drawn anew at each read has None. `steady`: see `steady_fields`."""
     if length is None:
         reads = {"0": [by_field(next(iter(dataset), None)) for _ in range(2)]}
     else:
-        spread = {place * (length - 1) // (PLACES - 1) for place in range(PLACES)}
-        places = sorted(spread | {length // 2}) if length else []
+        places = sorted({0, length // 2, length - 1, *soon}) if length else []
         reads = {str(place): [by_field(dataset[place]) for _ in range(2)] for place in places}
     samples = {
         place: {name: one[name] if one.get(name) == other.get(name) else None for name in {**other, **one}}

@@ -145,6 +145,10 @@ class Loader(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
+    def soon(self) -> list[int]:
+        """Indices of a few samples of the next batch, for all ranks to compare; none of a stream."""
+        return []
+
     @abstractmethod
     def _batches(self) -> Iterator[tuple[int, Any, BatchRead | None]]:
         """(samples when it is handed out, batch, what ranks compare) to the end of the epoch; at least one."""

@@ -24,6 +24,9 @@ from colossal_lite.data.loader import Collate, Loader, LoaderSettings, Place, co
 from colossal_lite.data.sample_order import Ids, Order
 from colossal_lite.data.worker_signals import begin_worker
 
+COMPARED = 6
+"""Samples of the next batch that ranks compare. No others: one that cannot be read must not fail before its step."""
+
 
 class MapDataset(Protocol):
     """A dataset with a length, and a sample for every index below it."""
@@ -48,6 +51,11 @@ class MapLoader(Loader):
 
     def __len__(self) -> int:
         return len(self.order.starts(self.samples))
+
+    def soon(self) -> list[int]:
+        start = self.order.starts(self.samples)[0]
+        ids = self.order.ids(start, self.order.stop(start))
+        return [int(i) for i in ids[:: max(1, len(ids) // COMPARED)][:COMPARED]]
 
     def _batches(self) -> Iterator[tuple[int, Any, None]]:
         if len(self.dataset) != self.num_samples:

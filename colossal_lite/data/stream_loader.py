@@ -52,13 +52,21 @@ class _Pass(IterableDataset[Given]):
         while (count := len(rows)) >= needed:
             first, last = cut(count, self.place.parts, self.place.part)
             batch, read = collated(settings.collate, rows[first:last], rows[0]), None
+            ahead, failed = None, None
             if self.place.compares:
                 marks = tuple(checksum(row, self.fields) for row in rows)
-                rows = list(itertools.islice(source, settings.global_batch))
-                read = BatchRead(self.begun + total, marks, len(rows))
+                try:
+                    rows = ahead = list(itertools.islice(source, settings.global_batch))
+                except Exception as error:  # raised when that batch is asked for
+                    failed = error
+                read = BatchRead(
+                    self.begun + total, marks, settings.global_batch if ahead is None else len(ahead)
+                )
             total += count
             yield count, batch, read
-            if read is None:
+            if failed is not None:
+                raise failed
+            if ahead is None:
                 rows = list(itertools.islice(source, settings.global_batch))
         yield total + count, None, None
 

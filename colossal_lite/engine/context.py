@@ -129,7 +129,7 @@ class Context:
             start=start, global_batch=settings.global_batch, shuffle=settings.shuffle,
             drop_last=settings.drop_last, labels=labels,
         )  # fmt: skip
-        facts = dataset_facts(loader.dataset, loader.num_samples, asked)
+        facts = dataset_facts(loader.dataset, loader.num_samples, asked, loader.soon())
         told = self.mesh.world.gather_json(facts)
         if fault := dataset_fault(told):
             raise ValueError(fault)

@@ -28,6 +28,10 @@ ROWS = [row.split([8, 8]) for row in torch.randint(32, (23, 16), generator=torch
 Row = Any
 
 
+def torn(number: int) -> Row:
+    raise ValueError(f"sample {number} is torn")
+
+
 class Rows(IterableDataset[Row]):
     """The samples of `ROWS`, as `what` gives them on a rank."""
 
@@ -49,6 +53,8 @@ class Rows(IterableDataset[Row]):
                 rows = rows[: 22 + self.rank]
             case "shorter by a whole number of batches":
                 rows = rows[: 20 - 8 * self.rank]
+            case "torn":
+                return (row if number < 9 else torn(number) for number, row in enumerate(rows))
             case "no seed":
                 random.Random(drawn).shuffle(rows)
             case "another order after the first":
@@ -219,6 +225,17 @@ def test_tensors_of_a_batch_and_views_of_them_carry_what_was_read() -> None:
     assert read_of(alone) is None
 
 
+@pytest.mark.parametrize("compares", [False, True])
+def test_a_sample_that_cannot_be_read_fails_when_its_batch_is_asked_for(compares: bool) -> None:
+    loader = dataloader(Rows("torn", 0), place=Place(2, 1, compares=compares), global_batch=4)
+    batches = iter(loader)
+    reads = [read_of(next(batches)) for _ in range(2)]
+    assert [read.ahead for read in reads if read] == [4, 4] * compares
+    with pytest.raises(ValueError, match="sample 9 is torn"):
+        next(batches)
+    assert loader.samples == 8
+
+
 def test_a_mark_sees_every_part_of_a_read() -> None:
     reads = [
         BatchRead(4, (1, 2), 3),
@@ -282,14 +299,37 @@ class Middle:
 
 @pytest.mark.parametrize("crops", [False, True])
 def test_a_dataset_that_differs_between_its_first_and_middle_sample_is_told(crops: bool) -> None:
-    facts: list[dict[str, Any]] = [dataset_facts(Middle(rank, crops), 23, {}) for rank in range(2)]
+    facts: list[dict[str, Any]] = [dataset_facts(Middle(rank, crops), 23, {}, [11, 3]) for rank in range(2)]
     assert "sample 3 is another on rank 1 than on rank 0" in dataset_fault(facts)
     assert dataset_fault(facts[:1] * 2) == ""
     assert dataset_fault([dataset_facts(Middle(0, crops), 23, {}) for _ in range(2)]) == ""
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 1000])
-def test_few_samples_of_a_dataset_of_any_length_are_compared(length: int) -> None:
-    places = [int(place) for place in dataset_facts(range(length), length, {})["samples"]]
-    assert len(places) <= 9 and {*places} <= {*range(length)}
-    assert not length or {0, length // 2, length - 1} <= {*places}
+def compared(env: RankEnv, start: int, shuffle: bool) -> str:
+    """Why a dataset that differs between its first and middle sample is refused."""
+    with env.launch(SGD) as context:
+        try:
+            context.dataloader(Middle(env.rank, False), global_batch=8, start=start, shuffle=shuffle)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(("start", "shuffle"), [(0, True), (8, True), (0, False), (8, False)])
+def test_ranks_compare_samples_of_the_next_batch_of_a_dataset_with_a_length(
+    start: int, shuffle: bool
+) -> None:
+    for told in run_world(compared, 2, start, shuffle):
+        assert re.match(
+            r"dataset: sample \d+ is another on rank 1 than on rank 0; legal: the same dataset", told
+        )
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 23])
+@pytest.mark.parametrize("batch", [1, 5, 6, 23])
+def test_few_samples_are_compared_and_only_of_the_next_batch(length: int, batch: int) -> None:
+    loader = dataloader(range(length), place=Place(), global_batch=batch, drop_last=False, seed=2)
+    for start in (0, length - 1, 3 * length + 2):
+        loader.samples = start
+        soon = loader.soon()
+        assert 1 <= len(soon) <= 6 and {*soon} <= {*next(iter(loader)).tolist()}
