@@ -39,6 +39,7 @@ from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.ring_attention import Carrier, Documents, Gather, Ring, attend_blocks, full_ring
 from colossal_lite.parallel.tensor_modes import TensorStrategy
 from colossal_lite.parallel.token_parts import show_whole_sequences
+from colossal_lite.transforms.key_cache import is_key_cache_off
 
 CARRIERS: dict[str, Callable[[Communicator], Carrier]] = {"ring": Ring, "usp": Ring, "allgather_kv": Gather}
 
@@ -217,6 +218,8 @@ class OnSequence:
     is_hugging_face: bool = False
     makes_positions: bool = False
     """Whether the model's own code makes positions, of whole sequences."""
+    lost_cache: bool = False
+    """Whether a cache of keys was switched off. Without one transformers reads documents from positions."""
 
     @property
     def name(self) -> str:
@@ -236,6 +239,12 @@ class OnSequence:
         tokens = batch.inputs.shape[1] if batch.tokens is None else batch.tokens
         if self.longest is not None and tokens > self.longest:
             raise ValueError(f"sequence: {tokens} tokens; the model takes at most {self.longest}")
+        if self.lost_cache and "position_ids" in batch.kwargs and "attention_mask" not in batch.kwargs:
+            raise ValueError(
+                "batch: position_ids alone under sequence > 1, where the model's cache is off. Transformers reads "
+                "packed documents from them then, and with config.use_cache=True it does not. Legal: an attention_mask "
+                "beside them, or none of the two"
+            )
         if not self.is_hugging_face:
             part = self.sequence.local_part(self.inner.local_part(batch))
             if self.makes_positions and "position_ids" not in batch.kwargs:
@@ -274,7 +283,8 @@ def across_sequence(
         show_whole_sequences(module, _Tokens(sequence, across), own, sequence.pieces.total)
     elif theirs:
         hugging_face.bind(module)
-    return OnSequence(strategy, sequence, longest, theirs, makes_positions), across
+    lost_cache = makes_positions and is_key_cache_off(module)
+    return OnSequence(strategy, sequence, longest, theirs, makes_positions, lost_cache), across
 
 
 def sees_whole_sequences(module: nn.Module) -> bool:

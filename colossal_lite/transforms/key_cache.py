@@ -17,6 +17,11 @@ def switch_off_key_cache(module: nn.Module) -> None:
         module.__dict__[SWITCHED] = config
 
 
+def is_key_cache_off(module: nn.Module) -> bool:
+    """Whether `switch_off_key_cache` has switched one off."""
+    return SWITCHED in module.__dict__
+
+
 def give_key_cache_back(module: nn.Module) -> None:
     """Restore the config's `use_cache`."""
     if (config := module.__dict__.pop(SWITCHED, None)) is not None:

@@ -202,6 +202,11 @@ def with_cache(env: RankEnv, use_cache: bool) -> tuple[float, list[bool]]:
         engine = cl.initialize(model, context=context)
         losses = [float(engine.train_step((ids, ids.roll(-1, 1))).loss) for _ in range(2)]
         seen = model.config.use_cache
+        positions = torch.arange(8).remainder(4).expand(2, -1)
+        packed = dict(input_ids=ids, labels=ids.roll(-1, 1), position_ids=positions)
+        if use_cache:
+            with pytest.raises(ValueError, match="position_ids alone under sequence > 1"):
+                engine.train_step(packed)
         engine.close()
     return losses[1], [seen, model.config.use_cache]
 
