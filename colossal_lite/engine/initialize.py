@@ -46,6 +46,7 @@ from colossal_lite.numerics.lr_schedules import told_of_end
 from colossal_lite.numerics.optimizers import assign_groups, check_whole_tensors, groups_of
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
+from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.layer_swap import cut_range
 from colossal_lite.parallel.loss import Criterion, Loss
 from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
@@ -69,6 +70,7 @@ from colossal_lite.transforms.batch_statistics import (
     hold_statistics,
 )
 from colossal_lite.transforms.compile import compile_blocks
+from colossal_lite.transforms.key_cache import give_key_cache_back
 from colossal_lite.zero.budget_messages import Forecast, room_problems
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
 from colossal_lite.zero.parameter_order import by_order, order_of_use, warn_if_out_of_order
@@ -128,6 +130,9 @@ def initialize(
         )
     except BaseException:
         records.give_up()
+        if isinstance(model, nn.Module):
+            give_key_cache_back(model)
+            hugging_face.unbind(model)
         raise
 
 

@@ -75,8 +75,9 @@ class LengthProofs:
     """The settings that cut the model, for messages."""
     proven: dict[bool, set[Pair] | None]
     """Pairs of the paths that are proven, with values and on meta; None where the copy does not run so."""
+    warns: bool = True
+    """Whether a warning may be given: once, and by one rank."""
     _seen: set[int] = field(default_factory=set)
-    _is_told: bool = False
 
     def check(self, tokens: int) -> None:
         """Before a forward on sequences of `tokens`. Raises ValueError where the model is not that of one process on
@@ -103,7 +104,7 @@ class LengthProofs:
                 raise ValueError(
                     f"inputs: at {tokens} tokens the code of {self._kind} takes another path. With {self.cuts} it "
                     f"is not that of one process there. Found on a small copy: {found}. Legal: other lengths, code "
-                    f"that does not decide by the length, or no {self.cuts}"
+                    f"that does not decide by the length, or a run without {self.cuts}"
                 )
             proven |= plain | longer
 
@@ -121,8 +122,8 @@ class LengthProofs:
         return found[0] if found else ""
 
     def _tell(self, tokens: int) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if self.warns:
+            self.warns = False
             warnings.warn(
                 f"inputs: at {tokens} tokens the code of {self._kind} takes a path that no proof has seen "
                 f"(docs/plans.md)",
@@ -154,7 +155,7 @@ def pairs_of(small: SmallCopy, tokens: int, *, on_meta: bool) -> set[Pair]:
 
 def proofs_at(
     model: nn.Module, plan: Mapping[str, str], roles: Mapping[str, Role], proofs: Sequence[Proof], pads: Padding,
-    cuts: str,
+    cuts: str, *, warns: bool = True,
 ) -> LengthProofs | None:  # fmt: skip
     """The paths of a whole model that is proven at one length. None where no small copy runs, or none is needed."""
     if not proofs or is_our_own(model, plan):
@@ -167,7 +168,7 @@ def proofs_at(
         proven: dict[bool, set[Pair] | None] = {False: pairs_of(small, first, on_meta=False), True: None}
         with suppress(NotRunError):
             proven[True] = pairs_of(small, first, on_meta=True)
-        return LengthProofs(small, tuple(proofs), pads, cuts, proven)
+        return LengthProofs(small, tuple(proofs), pads, cuts, proven, warns)
 
     try:
         return on_a_copy(model, roles, tried, is_quick=True)

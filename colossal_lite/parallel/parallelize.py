@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -187,7 +187,15 @@ def _length_proofs(
         settings.append(f"parallel.sequence on {mesh.size('sequence')} ranks")
     if mesh.is_recording:
         return None
-    return proofs_at(module, plan, roles or table_roles(module), proofs, padding, " and ".join(settings))
+    return proofs_at(
+        module,
+        plan,
+        roles or table_roles(module),
+        proofs,
+        padding,
+        " and ".join(settings),
+        warns=mesh.rank == 0,
+    )
 
 
 def _check_compiled(module: nn.Module, form: Form, compiled: bool) -> None:
@@ -273,15 +281,21 @@ def _check_sequence(
                 f"{type(module).__name__} is shown whole sequences (docs/sequences.md), which is not built beside it. "
                 f"Legal: one of the two, models.GPT, or Hugging Face's GPT-2 and Llama without dropout of attention"
             )
-    known = known_plan(*_names(module))
-    plan = None if known is None else with_adapters(known[1], module)
-    roles = assign_roles(plan, *_names(module)) if plan else roles_by_shape(module)
+    roles = _roles_of_copy(module)
     switch_off_key_cache(module)  # it joins keys of a rank's tokens to none
     try:
         check_sequence(module, mesh, mode, roles, criterion)
     except ValueError:
         give_key_cache_back(module)
         raise
+
+
+def _roles_of_copy(module: nn.Module) -> Mapping[str, Role]:
+    """Roles of tables and linears, of which a small copy for a sequence axis is made."""
+    if (known := known_plan(*_names(module))) is not None:
+        with suppress(ValueError):  # a linear may stand deeper in a module around it
+            return assign_roles(with_adapters(known[1], module), *_names(module))
+    return roles_by_shape(module)
 
 
 def _serial(module: nn.Module) -> ModeResult:

@@ -250,6 +250,23 @@ class Progress:
             )
 
 
+VALUES = frozenset(
+    {
+        "item",
+        "tolist",
+        "numpy",
+        "equal",
+        "allclose",
+        "is_nonzero",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+    }
+)
+"""Calls that give the values of a tensor, and no tensor."""
+
+
 class OtherStageParameter(Tensor):
     """Stands where a parameter of another stage was: zeros, until the first unit of the stretch."""
 
@@ -267,9 +284,9 @@ class OtherStageParameter(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
-        if isinstance(out, bool | float) or tensors_in(
-            out
-        ):  # no shape or dtype, which all stages may ask for
+        if (
+            tensors_in(out) or getattr(func, "__name__", "") in VALUES
+        ):  # all stages may ask for shape and dtype
             for each in tensors_in((args, kwargs)):
                 if isinstance(each, cls):
                     each._at.check(each._name)

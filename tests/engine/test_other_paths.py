@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +17,7 @@ from colossal_lite.parallel import length_proof
 from colossal_lite.parallel.length_proof import LengthProofs, pairs_of, proofs_at
 from colossal_lite.parallel.padding import Padding
 from colossal_lite.parallel.small_copy import SmallCopy, small_copy, table_roles
+from colossal_lite.pipeline.traced_sections import OtherStageParameter, Progress
 from tests.engine.test_own_models import Attending
 from tests.shared.plain_loop import OfBlocks, plain_run
 from tests.shared.pool import RankEnv, run_world
@@ -172,6 +173,22 @@ def test_another_path_that_is_not_that_of_one_process_is_refused(
         assert (
             says in text and ("parallel.sequence on 2" if "sequence" in parallel else "tensor on 2") in text
         )
+
+
+def test_all_stages_may_ask_what_a_parameter_of_another_stage_is_and_none_for_its_values() -> None:
+    progress = Progress()
+    parameter = OtherStageParameter.of(nn.Parameter(torch.ones(2, 3)), "scale", progress)
+    assert parameter.shape == (2, 3) and parameter.dtype == torch.float32 and parameter.is_floating_point()
+    assert not parameter.is_cuda and parameter.device.type == "cpu" and parameter.size(1) == 3
+    reads: list[Callable[[Tensor], object]] = [
+        lambda x: x * 2, lambda x: x.T, lambda x: x.sum(), lambda x: x.tolist(), lambda x: x[0, 0].item(),
+        lambda x: torch.equal(x, x), lambda x: bool(x.sum()), lambda x: torch.zeros(2, 3).add_(x),
+    ]  # fmt: skip
+    for read in reads:
+        with pytest.raises(ValueError, match="scale is on another stage"):
+            read(parameter)
+    with progress.before(1):
+        assert type(parameter * 2) is Tensor and parameter.tolist() == 2 * [[0.0, 0.0, 0.0]]
 
 
 # ---- of one process ----

@@ -245,17 +245,24 @@ def test_another_model_of_the_same_config_is_refused_by_name_and_runs_when_the_e
         assert "LlamaAttention has its config from another model" in text and before == behind
 
 
-def refused_with_cache(env: RankEnv) -> tuple[str, bool]:
-    model = MistralForCausalLM(MistralConfig(**MISTRAL, use_cache=True)).double()
-    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] - args[0].mean(1, keepdim=True),))
+def refused_with_cache(env: RankEnv, why: str) -> tuple[str, bool, bool]:
+    """What refuses a model, and whether it has its cache and its attention behind that."""
+    model: Any = MistralForCausalLM(MistralConfig(**MISTRAL, use_cache=True)).double()
+    if why == "bound":
+        model = MODELS["hf-llama"]().double()
+        model.config.use_cache = True
+    attention = model.config._attn_implementation
+    if why == "tokens":
+        model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] - args[0].mean(1, keepdim=True),))
     with env.launch(dict(precision="fp64", parallel=dict(sequence=2))) as context:
         try:
-            cl.initialize(model, context=context)
+            cl.initialize(model, context=context, optimizer=None if why == "tokens" else lambda given: None)
         except ValueError as error:
-            return str(error), model.config.use_cache
-    return "", True
+            return str(error), model.config.use_cache, model.config._attn_implementation == attention
+    return "", False, False
 
 
-def test_a_refused_model_keeps_its_key_cache() -> None:
-    for text, use_cache in run_world(refused_with_cache, 2):
-        assert "sequence: a small copy" in text and use_cache
+@pytest.mark.parametrize("why", ["tokens", "optimizer", "bound"])
+def test_a_refused_model_keeps_its_key_cache_and_its_attention(why: str) -> None:
+    for text, *kept in run_world(refused_with_cache, 2, why):
+        assert ("sequence: a small copy" if why == "tokens" else "optimizer") in text and kept == [True, True]
