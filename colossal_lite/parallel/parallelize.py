@@ -291,7 +291,7 @@ def _check_sequence(
 
 
 def _roles_of_copy(module: nn.Module) -> Mapping[str, Role]:
-    """Roles of tables and linears, of which a small copy for a sequence axis is made."""
+    """Roles of tables and linears, for a small copy on a sequence axis."""
     if (known := known_plan(*_names(module))) is not None:
         with suppress(ValueError):  # a linear may stand deeper in a module around it
             return assign_roles(with_adapters(known[1], module), *_names(module))
