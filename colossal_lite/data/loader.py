@@ -173,13 +173,13 @@ def stacked(rows: list[Any]) -> Any:
 
     Raises ValueError for samples of different shapes, and for those that torch makes no tensors of."""
 
-    def asapply_to_tensors(row: Any) -> Any:
+    def as_tensors(row: Any) -> Any:
         if not isinstance(row, Mapping):
             return row
         return {key: torch.tensor(x) if isinstance(x, list) and x else x for key, x in row.items()}
 
     try:
-        return default_collate([asapply_to_tensors(row) for row in rows])
+        return default_collate([as_tensors(row) for row in rows])
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
         what = str(error).splitlines()[0]
         what = f"some have no key {what}" if isinstance(error, KeyError) else what

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from colossal_lite.data.batch_read import BatchRead
 from colossal_lite.data.loader import Collate, Loader, LoaderSettings, Place, collated, cut
 from colossal_lite.data.sample_order import Ids, Order
 from colossal_lite.data.worker_signals import begin_worker
@@ -57,7 +58,7 @@ class MapLoader(Loader):
         ids = self.order.ids(start, self.order.stop(start))
         return [int(i) for i in ids[:: max(1, len(ids) // COMPARED)][:COMPARED]]
 
-    def _batches(self) -> Iterator[tuple[int, Any, None]]:
+    def _batches(self) -> Iterator[tuple[int, Any, BatchRead | None]]:
         if len(self.dataset) != self.num_samples:
             raise ValueError(
                 f"dataset: {len(self.dataset)} samples now, and {self.num_samples} when its loader was made; legal: a "
@@ -66,7 +67,7 @@ class MapLoader(Loader):
         starts = self._pieces.starts = self.order.starts(self.samples)
         batches = iter(self._workers) if self.settings.workers else map(self._fetch.__getitem__, self._pieces)
         for start, batch in zip(starts, batches, strict=True):
-            yield self.order.stop(start), batch, None
+            yield self.order.stop(start), batch, BatchRead(start, (), 0) if self.place.compares else None
 
     @property
     def _workers(self) -> DataLoader[Any]:

@@ -192,6 +192,7 @@ class Engine:
             self._auxiliary.check_delivered()
             self._hooks.conclude()
             totals = self._open.totals = self._agree()
+            self._comparison.delivered()
             self._auxiliary.check_count(totals.weight)
         self._settle()
         return totals.mean_loss
@@ -302,6 +303,7 @@ class Engine:
         rank. Raises ValueError if they have updated weights already (`optimizer.update_when="backward"`): a checkpoint
         has to be loaded."""
         self._comparison.clear()
+        self._comparison.drop(gradients=self._open.calls > 0 or self._open.totals is not None)
         self._state.zero_grad()
 
     @noting_faults
@@ -319,9 +321,15 @@ class Engine:
     def full_gradients(self) -> dict[str, Tensor]:
         """Gradients of the global mean loss, unclipped, by the serial model's parameter names.
 
-        After `forward_backward`, before `step`. Zeros for a parameter that no rank used. Copies in host memory.
-        Collective. Raises ValueError where there are none.
+        After `forward_backward`, or after the last `backward` of a loop of your own, before `step`. Zeros for a
+        parameter that no rank used. Copies in host memory. Collective. Raises ValueError where there are none.
         """
+        if (
+            self._open.totals is None
+            and self._open.by_count is not None
+            and not self._updates.within_backward
+        ):
+            self._finish_user_step()
         return self._state.full_gradients()
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -362,11 +370,15 @@ class Engine:
         nothing has changed. After an error halfway the weights are part old, part new. No step begins until another
         load has succeeded.
         """
-        return self._state.load(Path(directory))
+        loaded = self._state.load(Path(directory))
+        self._comparison.restart()
+        return loaded
 
     def resume(self, directory: str | Path) -> Loaded | None:
         """`load`, or None if `directory` holds no checkpoint yet."""
-        return self._state.resume(Path(directory))
+        loaded = self._state.resume(Path(directory))
+        self._comparison.restart()
+        return loaded
 
     def save_on_stop(
         self, directory: str | Path, *, samples: Callable[[], int] | None = None,
@@ -487,6 +499,8 @@ class Engine:
         self._comparison.clear()
         self.mesh.ledger.clear()
         self._reports.begin_step()
+        self._parts.linear_hooks.look()
+        self._comparison.begin(batch)
         return self._read(batch)
 
     def _read(self, batch: Any) -> tuple[Batch, ...]:

@@ -17,6 +17,7 @@ from torch import nn
 from colossal_lite.config.config import Config
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.full_state import GlobalNames
+from colossal_lite.engine.linear_hooks import LinearHooks
 from colossal_lite.engine.memory_report import Metering
 from colossal_lite.engine.rank_comparison import repeats
 from colossal_lite.engine.update_timing import Updates
@@ -114,6 +115,7 @@ class EngineParts:
     updates: Updates
     choice: UpdateChoice | None
     """What has chosen the mix of updates; None for the user's own optimizer."""
+    linear_hooks: LinearHooks
 
     @property
     def config(self) -> Config:
@@ -121,8 +123,10 @@ class EngineParts:
         config, found = self.context.config, None if self.choice is None else self.choice.found
         return config if found is None else config.derived("memory", update_on=found)
 
-    def before_backward(self) -> None:
-        """Run deferred updates, then prefetch the optimizer state that the next updates need first."""
+    def before_backward(self, *, own_loss: bool = False) -> None:
+        """Run deferred updates, then prefetch the optimizer state that the next updates need first. `own_loss`: the
+        backward is of the user's loss as it is."""
+        self.linear_hooks.begin(own_loss=own_loss)
         # The forward has run them, unless this backward belongs to an earlier one. The slots are used in order.
         self.weights.run_deferred()
         if self.updates.under_way:
@@ -140,6 +144,7 @@ class EngineParts:
         """Remove the hooks that only the steps of this engine need; its gates stay on the model."""
         model = self.built.model
         self.hooks.remove()
+        self.linear_hooks.remove()
         remove_activation_checkpoint(model)
         give_key_cache_back(model)
         hugging_face.unbind(model)
@@ -175,9 +180,11 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
     memory_budget = _memory_budget_of(built, context, weights, optimizer, hooks, apart)
     metering = Metering()
     updates = Updates(chunks, optimizer, weights, hooks, metering, mesh, config)
+    is_whole = config.gradient_accumulation == 1 and mesh.size("data", "sequence") == 1
+    linear_hooks = LinearHooks(model, parameters, is_whole and config.parallel.tensor.sample_parts == 1)
     return EngineParts(
         built, context, parameters, apart, hooks, weights, weight_grads, optimizer, memory_budget, metering, updates,
-        choice,
+        choice, linear_hooks,
     )  # fmt: skip
 
 

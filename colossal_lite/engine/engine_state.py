@@ -91,7 +91,9 @@ class EngineState:
                 "legal: 'step'"
             )
         if self._step.totals is None:
-            raise ValueError("full_gradients: there are none; call it after forward_backward and before step")
+            raise ValueError(
+                "full_gradients: there are none; call it after forward_backward or backward, and before step"
+            )
         return self.full.gradients(self._step.totals.weight)
 
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ one all-gather over `data`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class MicroBatches:
         sizes = self.sizes(labels)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
         self.look(whole.args, whole.kwargs)
+        if self._first_batch is not None and self._first_batch.refusal and torch.is_grad_enabled():
+            raise ValueError(self._first_batch.refusal)
         self._comparison.add_read(batch)
         self._comparison.add_batch({name: host_copy(x) for name, x in whole.tensors.items()})
         pipeline, accumulation_steps = self._config.parallel.pipeline, self._config.gradient_accumulation
@@ -78,7 +81,7 @@ class MicroBatches:
             args, kwargs = apply_to_tensors((args, dict(kwargs)), to_host)
             with _disable_current_modes():
                 self._first_batch.check(args, kwargs, samples)
-            self._first_batch = None
+            self._first_batch = replace(self._first_batch, model=None)
 
     def _check_lengths(self, tokens: int) -> None:
         """Raises ValueError for sequences of other lengths on other data ranks; 0 tokens: none here. Collective."""

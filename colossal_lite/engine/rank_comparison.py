@@ -1,10 +1,11 @@
-"""Compares values that must be equal between ranks: batches of a replica, reads of a stream, buffers of a forward.
+"""Compares what must be equal between ranks: batches of a replica, reads of a dataset, buffers of a forward.
 
 Note: how ranks compare.
 Each rank adds a fingerprint to a sum over the world that a step makes anyway.  The first rank of a group adds its own
 once for each of the others, and these subtract theirs.  So the sum is zero if all are equal, whatever their value.  It
-is read before anything is updated.  Cost: 8 bytes in that sum, and a pass over the batch if a replica has several
-ranks.  A buffer costs a pass over it once, and again each time that it is written to.
+is read before anything is updated.  So is a batch that one rank alone has left behind, after an error.  Cost: 8 bytes
+in that sum, and a pass over the batch if a replica has several ranks.  A buffer costs a pass over it once, and again
+each time that it is written to.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch
@@ -95,6 +98,10 @@ class RankComparison:
     _changed: set[str] = field(default_factory=set)
 
     _looked_at: dict[str, _Buffer] = field(default_factory=dict)
+    _begun: Any = None
+    """The batch of a training forward that no gradient has followed."""
+    _left: int = 0
+    """Batches that this rank has begun and left behind."""
 
     def __post_init__(self) -> None:
         self._buffers = {
@@ -104,6 +111,26 @@ class RankComparison:
         }
 
     # ---- the compared values ----
+
+    def begin(self, batch: Any) -> None:
+        """Before a training forward on `batch`. Another one than that of a forward without a gradient leaves that
+        behind; the same tensors are tried again."""
+        if self.mesh.world_size > 1:
+            if self._begun is not None and not _is_same(self._begun, batch):
+                self._left += 1
+            self._begun = batch
+
+    def delivered(self) -> None:
+        """The gradient of the batch that was begun is there."""
+        self._begun = None
+
+    def drop(self, *, gradients: bool) -> None:
+        """The step is dropped. `gradients`: with those of batches before."""
+        self._left += gradients and self.mesh.world_size > 1
+
+    def restart(self) -> None:
+        """All ranks go on from one state, whatever they have left behind."""
+        self._begun, self._left = None, 0
 
     def add_batch(self, tensors: Mapping[str, Tensor]) -> None:
         """Add the tensors of a batch, those of the whole replica. Costs nothing if a replica is one rank."""
@@ -185,6 +212,8 @@ class RankComparison:
             total += sum(marks) * self._factor(*REPLICA)
         if self._reads:
             total += self._read_term()
+        if self._left:
+            total += self._left * self._factor(*AXES)
         if self._changed:
             total += 1 if self.cuts else self._buffer_mark() * self._factor(*STAGE)
         return total
@@ -195,7 +224,12 @@ class RankComparison:
         if it is not zero."""
         told = self.mesh.world.gather_json(self._told()) if apart else ()
         self.clear()
-        if fault := _read_fault(told) or _batch_fault(told) or _buffer_fault(told, self.cuts):
+        if (
+            fault := _left_fault(told)
+            or _read_fault(told)
+            or _batch_fault(told)
+            or _buffer_fault(told, self.cuts)
+        ):
             raise RanksDifferError(fault)
         return apart - float(sum(row["read_term"] for row in told))
 
@@ -227,7 +261,27 @@ class RankComparison:
         batches = [{name: seen.plain() for name, seen in batch.items()} for batch in self._batches]
         marks = {name: int(fingerprint({name: self._buffer(name)})) for name in sorted(self._changed)}
         reads = [dict(start=read.start, samples=read.samples, ahead=read.ahead) for read in self._reads]
-        return dict(coords, batches=batches, reads=reads, buffers=marks, read_term=self._read_term())
+        return dict(
+            coords, batches=batches, reads=reads, buffers=marks, left=self._left, read_term=self._read_term()
+        )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    pairs = zip_longest(tree_leaves(one), tree_leaves(other))
+    return all(a is b for a, b in pairs)
+
+
+def _left_fault(told: Sequence[Mapping[str, Any]]) -> str:
+    """The message for the first rank that has left more or fewer batches behind than rank 0, or ""."""
+    first = told[0]["left"] if told else 0
+    for rank, row in enumerate(told):
+        if (left := row["left"]) != first:
+            return (
+                f"batch: rank {rank} has left {left} batches untrained, after errors, and rank 0 has left {first}. "
+                f"They would train on parts of different batches. Nothing was updated. Legal: the same batch again "
+                f"after an error of one rank, or engine.load of a checkpoint on all ranks"
+            )
+    return ""
 
 
 def _batch_fault(told: Sequence[Mapping[str, Any]]) -> str:
@@ -249,12 +303,13 @@ def _batch_fault(told: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _read_fault(told: Sequence[Mapping[str, Any]]) -> str:
-    """The message for the first rank that has read a stream otherwise than rank 0, or ""."""
+    """The message for the first rank that has read a dataset otherwise than rank 0, or ""."""
     for turn in range(min((len(row["reads"]) for row in told), default=0)):
         for rank, row in enumerate(told):
             if what := _other_read(told[0]["reads"][turn], row["reads"][turn], rank):
+                kind = "a stream" if row["reads"][turn]["samples"] else "it"
                 return (
-                    f"dataset: a stream {what}. Nothing was updated; legal: the same samples in the same order on "
+                    f"dataset: {kind} {what}. Nothing was updated; legal: the same samples in the same order on "
                     f"every rank. Take them from the same files, and shuffle by one seed, as random.Random(seed + "
                     f"epoch) does. Samples that are drawn anew at each read need a steady field, such as a number "
                     f"that collate= drops"

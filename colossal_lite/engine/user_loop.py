@@ -63,8 +63,10 @@ class UserLoop:
         """This rank's part of the arguments of a call of the model. Sets the dropout counters."""
         self._refuse("engine(x)")
         self._updates.refuse_within("engine(x)")
+        self._parts.linear_hooks.look()
         inputs = first_input(args, kwargs)
         if torch.is_grad_enabled():
+            self._comparison.begin((args, kwargs))
             self._comparison.add_read((args, kwargs))
         self._comparison.add_batch({**{f"argument {n}": x for n, x in enumerate(args)}, **kwargs})
         self._micro_batches.look(args, kwargs)
@@ -162,12 +164,16 @@ class UserLoop:
                 "backward: the loss has no graph, so nothing would train; legal: a loss of the outputs of engine(x), "
                 "outside of no_grad"
             )
+        if step.totals is not None:
+            raise ValueError(
+                "backward: the gradients of this step are summed already, by full_gradients; legal: step, or zero_grad"
+            )
         if step.calls == self._config.gradient_accumulation:
             _refuse_further_backward(self._config)
         step.by_count = count is not None
         is_scaled = step.loss_scale.scale != 1.0  # only then the host waits for a count on the device
         seed = step.loss_scale.seed(int(count) if is_scaled and count is not None else 1)
-        self._parts.before_backward()
+        self._parts.before_backward(own_loss=count is None and seed == 1.0)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
         step.sums.add(total.detach(), 0 if count is None else count)
@@ -183,6 +189,7 @@ class UserLoop:
         self._hooks.begin(0, is_last=updates, seed=seed, frees=is_last, sums=self._by_micro_batch)
         with self._parts.measured(), self._parts.around_backward(), self._hooks.expecting():
             (total if seed == 1.0 else total * seed).backward()
+        self._comparison.delivered()
         if self._by_micro_batch or updates:
             self._reduce_all(ends=updates)
 

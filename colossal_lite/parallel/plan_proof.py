@@ -40,6 +40,7 @@ from colossal_lite.parallel.small_copy import (
 )
 from colossal_lite.parallel.swap_checks import HOOKS, has_forward_of
 from colossal_lite.parallel.swap_proof import (
+    SEED,
     Difference,
     NotRunError,
     Truth,
@@ -290,13 +291,17 @@ def across_at(mesh: Mesh, mode: str, criterion: ModelLoss | None, small: SmallCo
 class FirstBatch:
     """Compares a model's first batch with its halves, where the model does not run on random words."""
 
-    model: PerSample
-    """Of a copy, float64 on the CPU."""
+    model: PerSample | None
+    """Of a copy, float64 on the CPU; None if nothing is compared."""
     cuts: tuple[str, ...]
+    refusal: str = ""
+    """Why the engine cannot start a backward from a sum over labels; "" if it can."""
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
         """As `check_samples_apart`, with the first of the `samples` of a forward's arguments, on the CPU. A copy that
         does not run on them shows nothing."""
+        if self.model is None:
+            return
         count = min(samples, FEW_SAMPLES)
 
         def few(value: Any) -> Any:
@@ -308,10 +313,11 @@ class FirstBatch:
         numbers = torch.arange(count)
         given = Batch(tuple(map(few, args)), {n: few(x) for n, x in kwargs.items()}, numbers, numbers)
         with suppress(NotRunError):
-            if found := difference_of_parts(self.model, given, given.cut(2), sum_of_squares):
-                _refuse_mixing(
-                    type(self.model.inner).__name__, "a copy", found.removeprefix("inner."), self.cuts
-                )
+            parts, kind = given.cut(2), type(self.model.inner).__name__
+            if found := difference_of_parts(self.model, given, parts, sum_of_squares):
+                _refuse_mixing(kind, "a copy", found.removeprefix("inner."), self.cuts)
+            if found := difference_of_parts(self.model, given, parts, sum_of_squares, SEED):
+                raise ValueError(_not_linear(kind, found.removeprefix("inner.")))
 
 
 FEW_SAMPLES = 4
@@ -341,28 +347,48 @@ class PerSample(nn.Module):
 def check_samples_apart(model: nn.Module, cuts: Sequence[str]) -> FirstBatch | None:
     """Raises ValueError for a model whose samples see each other, where `cuts` (as a user writes them) split a batch.
     On a quick small copy, losses and gradients of two halves must add up to those of the whole. Nothing is
-    communicated.
+    communicated. So must they if backward starts from another number. If not, a model is refused. Without cuts it is
+    refused only in steps whose loss the engine computes.
 
     A model that does not run on random words is looked at with its first batch, by the result. None: no such model, or
     too large a one."""
-    if not cuts or is_our_own(model, {}):
+    if is_our_own(model, {}):
         return None
 
-    def tried(small: SmallCopy, _: bool) -> str:
+    def tried(small: SmallCopy, _: bool) -> tuple[str, str]:
         batch = words(4, small.tokens or TOKENS, small.words, ())
-        return difference_of_parts(small.model, batch, batch.cut(2))
+        parts = batch.cut(2) if cuts else (batch,)
+        found = difference_of_parts(small.model, batch, parts, seed=SEED)
+        mixed = difference_of_parts(small.model, batch, parts) if found and cuts else ""
+        return found, mixed
 
     try:
-        found = on_a_copy(model, table_roles(model), tried, is_quick=True)
+        found, mixed = on_a_copy(model, table_roles(model), tried, is_quick=True)
     except NoCopyError:
+        if not cuts:
+            return None
         for keeps_all in (True, False):
             with suppress(NoCopyError):
                 copied = small_copy(model, {}, None, MOST_QUICK_BYTES, keeps_all=keeps_all).model
                 return FirstBatch(PerSample(copied), tuple(cuts))
         return None
-    if found:
-        _refuse_mixing(type(model).__name__, "a small copy", found, cuts)
-    return None
+    if mixed:
+        _refuse_mixing(type(model).__name__, "a small copy", mixed, cuts)
+    if not found:
+        return None
+    refusal = _not_linear(type(model).__name__, found)
+    if cuts:
+        raise ValueError(refusal)
+    return FirstBatch(None, (), refusal)
+
+
+def _not_linear(kind: str, found: str) -> str:
+    return (
+        f"model: the backward of {kind} is not linear, as the gradient of {found} shows at {SEED:g} times the loss. "
+        f"Backward starts from a sum over the labels of a part of the batch. So the result would be another than in "
+        f"one process. Legal: hooks and autograd.Functions that are linear in the gradient. Or engine.backward(loss) "
+        f"on one rank without gradient_accumulation, which starts from the loss itself"
+    )
 
 
 def _refuse_mixing(kind: str, where: str, found: str, cuts: Sequence[str]) -> NoReturn:

@@ -36,11 +36,17 @@ from colossal_lite.sharding.shard_spec import ShardSpec
 TOLERANCE = 1e-6
 """Of a gradient, relative to its norm and to a hundredth of the largest: far above rounding in float64."""
 LONGEST_S = 20.0
+SEED = -(2.0**20)
+"""A start of backward that shows whether it is linear: by its sign, and above limits of the gradient."""
 Replace = Callable[[nn.Module, Mesh], ModeResult]
 
 
 class NotRunError(ValueError):
     """The plain model does not run on random words, so nothing can be said of it."""
+
+
+class NoLogitsError(ValueError):
+    """The plain model runs, and gives no logits."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +105,16 @@ class Truth:
 
 
 def truth_of(model: nn.Module, batch: Batch, criterion: ModelLoss | None = None) -> Truth:
-    """The run of the plain model, which several proofs may share. Raises NotRunError if it does not run by itself."""
+    """The run of the plain model, which several proofs may share. Raises NotRunError if it does not run by itself, and
+    NoLogitsError if it gives none."""
     calls = Calls()
     plain = deep_copy(model).train()
     calls.watch(plain)
     with torch.random.fork_rng(devices=[]):
         try:
             return Truth(_plain_run(plain, batch, criterion), torch.get_rng_state())
+        except NoLogitsError:
+            raise
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(
                 f"{calls.place or type(model).__name__}: {type(error).__name__}: {_line(error)}"
@@ -175,12 +184,18 @@ def sum_of_squares(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
 
 
 def _plain_run(
-    model: nn.Module, batch: Batch, criterion: ModelLoss | None = None, loss_of: LossOf = cross_entropy
-) -> _Run:
+    model: nn.Module, batch: Batch, criterion: ModelLoss | None = None, loss_of: LossOf = cross_entropy,
+    seed: float = 1.0,
+) -> _Run:  # fmt: skip
+    """`seed`: what backward starts with. Gradients are divided by it."""
     with torch.enable_grad():
         loss = _loss(model, batch, criterion, loss_of)
-    loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        (loss * seed).backward()
+    gradients = {
+        n: None if p.grad is None else p.grad.div_(seed)
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
     evaluated = None
     if model.training:
         with torch.no_grad(), suppress(Exception):  # it may have no loss without its labels
@@ -197,21 +212,27 @@ def _loss(model: nn.Module, part: Batch, criterion: ModelLoss | None, loss_of: L
         if criterion is not None:
             asked = criterion.asked(part)
             return criterion.of(model(*asked.args, **asked.kwargs), part.labels)[0]
-        logits = logits_of(model(*part.args, **part.kwargs))
+        outputs = model(*part.args, **part.kwargs)
+        try:
+            logits = logits_of(outputs)
+        except ValueError as error:
+            raise NoLogitsError(f"{error}; or parallel.tensor=1 and parallel.sequence=1") from error
         labels = _last(part.labels, logits) if part.labels.dim() > 1 else part.labels
         return loss_of(logits, labels)[0]
 
 
 def difference_of_parts(
-    model: nn.Module, batch: Batch, parts: Sequence[Batch], loss_of: LossOf = cross_entropy
+    model: nn.Module, batch: Batch, parts: Sequence[Batch], loss_of: LossOf = cross_entropy, seed: float = 1.0
 ) -> str:
     """What of loss and gradients of `model` as it is differs between a batch and the sum over `parts`, in training or
-    evaluation, or "". Raises NotRunError if it does not run on them, or draws random numbers."""
+    evaluation, or "". Backward of the parts starts with `seed`. Raises NotRunError if it does not run on them, or draws
+    random numbers."""
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
         try:
             truth, *found = [
-                _plain_run(deep_copy(model).train(), each, None, loss_of) for each in (batch, *parts)
+                _plain_run(deep_copy(model).train(), each, None, loss_of, start)
+                for each, start in ((batch, 1.0), *((part, seed) for part in parts))
             ]
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(f"{type(model).__name__}: {type(error).__name__}: {_line(error)}") from error
@@ -314,7 +335,10 @@ class _Rank:
 
 
 def _last(labels: Tensor, logits: Tensor) -> Tensor:
-    """Labels of the tokens that have logits: a forward without targets may give those of the last ones only."""
+    """Labels of the tokens that have logits: a forward without targets may give those of the last ones only. Of logits
+    without a dim of tokens, one for each sample."""
+    if logits.dim() == 2 and len(logits) == len(labels):
+        return labels[:, -1]
     return labels[:, labels.shape[1] - logits.shape[1] :] if logits.dim() == 3 else labels
 
 

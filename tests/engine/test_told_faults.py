@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from colossal_lite.distributed.communicator import CommError
 from colossal_lite.engine.engine import Engine
+from colossal_lite.engine.rank_comparison import RanksDifferError
 from tests.shared.parity import Case, start
 from tests.shared.pool import RankEnv, run_world
 
@@ -153,6 +156,72 @@ def retries(env: RankEnv, case: Case) -> tuple[float, float]:
 def test_a_rank_that_raised_before_any_collective_may_call_the_step_again() -> None:
     first, second = run_world(retries, 2, CASE)
     assert first == second and all(torch.isfinite(torch.tensor(first)))
+
+
+class UserError(Exception):
+    """Of a loop of the user's own."""
+
+
+def leaves_a_batch(
+    env: RankEnv, case: Case, directory: str, loop: str, guilty: tuple[int, ...]
+) -> tuple[list[str], list[float]]:
+    """Around the second batch a `guilty` rank meets an error that its loop catches; it goes on with the next one. What
+    was caught, step by step, and the losses after a load."""
+    faulty = [False]
+
+    def criterion(logits: Any, labels: Any) -> Any:
+        if faulty[0] and loop != "dropped":
+            raise UserError
+        return cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def step(engine: Engine, batch: tuple[Any, ...]) -> float:
+        if loop == "train_step":
+            return float(engine.train_step(batch).loss)
+        engine.backward(criterion(engine(batch[0]), batch[1]))
+        if faulty[0]:
+            engine.zero_grad()
+            raise UserError
+        return float(engine.step().loss)
+
+    with env.launch(case.full_config) as context:
+        engine = start(case, context, criterion=criterion if loop == "train_step" else None)
+        cut = context.local_batch(case.global_batch)
+        first, second, *later = (tuple(t[cut] for t in case.batch(number)) for number in range(4))
+        step(engine, first)
+        engine.save(directory)
+        told, faulty[0] = list[str](), env.rank in guilty
+        alone = env.rank in guilty and len(guilty) < env.world_size
+        for batch in (second, *later, *later[:alone]):  # others come one step later
+            try:
+                step(engine, batch)
+                told.append("")
+            except (UserError, RanksDifferError) as error:
+                told.append(str(error) or "UserError")
+            faulty[0] = False
+        engine.load(directory)
+        return told, [step(engine, batch) for batch in (second, *later)]
+
+
+LEFT = "batch: rank 1 has left 1 batches untrained, after errors, and rank 0 has left 0"
+
+
+@pytest.mark.parametrize("loop", ["train_step", "own", "dropped"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_rank_that_alone_goes_on_with_the_next_batch_is_told_and_a_load_mends_it(
+    stage: int, loop: str, tmp_path: Path
+) -> None:
+    case = replace(CASE, config=dict(timeout_s=20, zero=dict(stage=stage)))
+    others, guilty = run_world(leaves_a_batch, 2, case, str(tmp_path), loop, (1,))
+    assert guilty[0][0] == "UserError" and LEFT in guilty[0][1] and LEFT in others[0][0], (others, guilty)
+    assert all("has left" in text for text in (*guilty[0][1:], *others[0]))
+    (_, alone), *_ = run_world(leaves_a_batch, 2, case, str(tmp_path), loop, ())
+    assert others[1] == guilty[1] == alone
+
+
+@pytest.mark.parametrize("loop", ["train_step", "own", "dropped"])
+def test_ranks_that_leave_a_batch_alike_go_on(loop: str, tmp_path: Path) -> None:
+    for told, _ in run_world(leaves_a_batch, 2, CASE, str(tmp_path), loop, (0, 1)):
+        assert told == ["UserError", "", ""]
 
 
 def refuse_alike(env: RankEnv, case: Case) -> int:

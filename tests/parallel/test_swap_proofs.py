@@ -400,6 +400,37 @@ def test_a_model_that_does_not_run_on_words_is_told_not_to_be_proven() -> None:
         swap(OfFloats(), plan_of("plain"), MODES["1d"])
 
 
+class OfOneToken(Model):
+    """Gives what `changed` makes of its logits, for the last token alone."""
+
+    def __init__(self, changed: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.changed = changed
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.changed(super().forward(ids))
+
+
+@pytest.mark.parametrize("mode", ["1d", "2d", "2.5d"])
+def test_logits_without_a_dim_of_tokens_are_proven_too(mode: str) -> None:
+    swap(OfOneToken(lambda y: y[:, -1]), plan_of("plain"), MODES[mode])
+    for changed in (
+        lambda y: y.log_softmax(-1)[:, -1],
+        lambda y: (y / y.std(-1, keepdim=True))[:, -1],
+        lambda y: (y - y.mean(-1, keepdim=True))[:, -1].tanh(),
+    ):
+        with pytest.raises(ValueError, match="is not that of one process"):
+            swap(OfOneToken(changed), plan_of("plain"), MODES[mode])
+
+
+@pytest.mark.parametrize(
+    "changed", [lambda y: {"start": y[..., 0], "stop": y[..., 1]}, lambda y: None, lambda y: y.argmax(-1)]
+)
+def test_a_model_that_gives_no_logits_is_refused_before_it_is_cut(changed: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(ValueError, match=r"model: forward gives .*; or parallel.tensor=1"):
+        swap(OfOneToken(changed), plan_of("plain"), MODES["1d"])
+
+
 def test_a_forward_of_its_own_that_cannot_be_proven_is_refused() -> None:
     model = OfFloats()
     model.words = MODELS["subclass of Embedding"]().words

@@ -1,0 +1,168 @@
+"""Refuses hooks of the user's own on gradients that would see another gradient than in one process.
+
+Note: what a hook sees.
+Backward starts from the sum over the labels of one micro-batch on one rank.  The step divides by their number later
+(parallel/loss.py).  So a hook sees a multiple of a part of the gradient.  The step is exact if the hook is linear: a
+mask, a factor, a projection.  Clipping by value is not.  The first gradient that is not zero goes through a hook twice,
+as it is and times `FACTOR`.  With one rank and one micro-batch, `engine.backward(loss)` starts from the user's own
+loss, so any hook is right there.
+Cost: a look at each module and parameter before a step, and one call more of each hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+FACTOR = -(2.0**20)
+"""Exact in floating point. Its sign shows a hook that takes absolute values, its size one that has a limit."""
+LARGEST_HALF = 2.0**14
+TOLERANCE = 1e-3
+"""Of what a hook gives for the multiple, relative to its largest element: above the rounding of 16 bits."""
+LEGAL = (
+    "Legal: a hook that is linear in the gradient, such as a mask or a factor. Or engine.backward(loss) on one rank "
+    "without gradient_accumulation, which starts from the loss itself"
+)
+
+
+@dataclass
+class _Watch:
+    """Whether hooks must be linear in the backward that runs."""
+
+    is_on: bool = True
+
+
+@dataclass
+class LinearHook:
+    """Stands in the place of a hook until it has been seen to be linear. `name`: of the parameter or module."""
+
+    hook: Callable[..., Any]
+    name: str
+    watch: _Watch
+    is_known: bool = False
+
+    def __call__(self, *args: Any) -> Any:
+        """`args`: the gradients last, a tensor or a tuple of them for each kind that the hook is given."""
+        if self.is_known or not self.watch.is_on:
+            return self.hook(*args)
+        owner, given = _split(args)
+        before = tree_map(_copy, given)
+        result = _changed(self.hook(*owner, *given), given, before)
+        factor = _factor(before)
+        if result is None or factor == 0.0:
+            self.is_known = result is None
+            return result
+        scaled = tree_map(lambda x: x * factor if isinstance(x, Tensor) else x, before)
+        again = _changed(self.hook(*owner, *scaled), scaled, tree_map(_copy, scaled))
+        if not _is_multiple(again if again is not None else scaled[0], result, factor):
+            raise ValueError(
+                f"{self.name}: a hook on its gradient ({_told(self.hook)}) is not linear, as {factor:g} times the "
+                f"gradient shows. Backward starts from a sum over the labels of a part of the batch. So the hook would "
+                f"see another gradient than in one process. {LEGAL}"
+            )
+        self.is_known = True
+        return result
+
+
+def _split(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """A module that comes first, and the gradients."""
+    return (args[:1], args[1:]) if isinstance(args[0], nn.Module) else ((), args)
+
+
+def _copy(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+def _changed(result: Any, given: tuple[Any, ...], before: tuple[Any, ...]) -> Any:
+    """What a hook gives; the gradient that it has written to; None if it leaves the gradient as it is."""
+    if result is not None:
+        return result
+    pairs = zip(tree_leaves(given), tree_leaves(before), strict=True)
+    if any(isinstance(x, Tensor) and not torch.equal(x, y) for x, y in pairs):
+        return given[0]
+    return None
+
+
+def _factor(given: tuple[Any, ...]) -> float:
+    """By which the gradients are multiplied; 0 if they are zero or not finite, and say nothing."""
+    tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.numel()]
+    most = max((float(x.detach().abs().amax()) for x in tensors), default=0.0)
+    if not 0.0 < most < float("inf"):
+        return 0.0
+    is_half = any(x.dtype is torch.float16 for x in tensors)
+    factor = FACTOR
+    while is_half and abs(factor) * most > LARGEST_HALF and factor < -2.0:
+        factor /= 2.0
+    return factor
+
+
+def _is_multiple(again: Any, result: Any, factor: float) -> bool:
+    for one, other in zip(tree_leaves(again), tree_leaves(result), strict=True):
+        if not isinstance(one, Tensor):
+            continue
+        right = other.detach().double() * factor
+        if not bool(((one.detach().double() - right).abs() <= TOLERANCE * right.abs().amax()).all()):
+            return False
+    return True
+
+
+def _told(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__name__))
+
+
+@dataclass
+class LinearHooks:
+    """The hooks of one model that are watched."""
+
+    model: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    alone: bool
+    """Whether a backward of the user's own loss has all samples of a step."""
+    _watch: _Watch = field(default_factory=_Watch)
+    _places: list[tuple[MutableMapping[int, Any], int, LinearHook]] = field(default_factory=list)
+
+    def look(self) -> None:
+        """Before a forward: put a watch around each hook that has none. Raises ValueError for a hook behind the
+        accumulation of a gradient, which finds none."""
+        for name, parameter in self.parameters.items():
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                if not _is_ours(hook):
+                    raise ValueError(
+                        f"{name}: a hook behind the accumulation of its gradient ({_told(hook)}) finds none, as the "
+                        f"engine takes it. Legal: parameter.register_hook(...), or engine.full_gradients()"
+                    )
+        for name, hooks in self._hooks():
+            for key, hook in hooks.items():
+                if not isinstance(hook, LinearHook) and not _is_ours(hook):
+                    hooks[key] = watched = LinearHook(hook, name, self._watch)
+                    self._places.append((hooks, key, watched))
+
+    def begin(self, *, own_loss: bool) -> None:
+        """Before a backward. `own_loss`: of the user's loss as it is."""
+        self._watch.is_on = not (self.alone and own_loss)
+
+    def remove(self) -> None:
+        """Put the hooks back that were here before."""
+        for hooks, key, watched in self._places:
+            if hooks.get(key) is watched:
+                hooks[key] = watched.hook
+        self._places.clear()
+
+    def _hooks(self) -> Iterator[tuple[str, MutableMapping[int, Any]]]:
+        for name, parameter in self.parameters.items():
+            if parameter._backward_hooks:
+                yield name, parameter._backward_hooks
+        for name, module in self.model.named_modules():
+            for hooks in (module._backward_hooks, module._backward_pre_hooks):
+                if hooks:
+                    yield name, hooks
+
+
+def _is_ours(hook: Any) -> bool:
+    inner = getattr(hook, "func", hook)
+    return str(getattr(inner, "__module__", "")).startswith("colossal_lite.")
