@@ -123,8 +123,9 @@ class Engine:
         self._plans = StepPlans(config, mesh.layout, built.stages, built.all_packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
         self._randomness = CountedOnly(context.device)
-        self._loss = Loss(done, criterion)
         in_parts = mesh.size("tensor", "sequence") > 1
+        names = {id(parameter): name for name, parameter in parts.parameters.items()}
+        self._loss = Loss(done, criterion, names, parts.cuts, parts.shards)
         self._running = OwnForward(built.model).running if in_parts else nullcontext
         # whether ranks have different parts of a batch
         self._is_shared = mesh.size("data", "sequence") * config.parallel.tensor.sample_parts > 1

@@ -123,6 +123,26 @@ class EngineParts:
         config, found = self.context.config, None if self.choice is None else self.choice.found
         return config if found is None else config.derived("memory", update_on=found)
 
+    @property
+    def cuts(self) -> str:
+        """The settings by which a rank has a part of the model, or of its activations."""
+        pipeline = self.context.config.parallel.pipeline
+        axes = [(axis, self.context.mesh.size(axis)) for axis in ("tensor", "sequence", "pipeline")]
+        found = [f"parallel.{axis}={size}" for axis, size in axes if size > 1]
+        if pipeline.is_staged and pipeline.size == 1:
+            found.append(f"parallel.pipeline.stages_per_rank={pipeline.stages_per_rank}")
+        return " and ".join(found)
+
+    @property
+    def shards(self) -> str:
+        """The settings by which weights are whole only in the modules that they belong to."""
+        config = self.context.config
+        shared = isinstance(self.weights, ShardedWeights) and self.context.mesh.size("data") > 1
+        found = [f"zero.stage={config.zero.stage}"] if shared else []
+        if isinstance(self.weights, ShardedWeights) and config.memory.moves:
+            found.append("memory")
+        return " and ".join(found)
+
     def before_backward(self, *, own_loss: bool = False) -> None:
         """Run deferred updates, then prefetch the optimizer state that the next updates need first. `own_loss`: the
         backward is of the user's loss as it is."""

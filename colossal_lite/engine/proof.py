@@ -31,6 +31,7 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.initialize import initialize
+from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.random import DropoutStreams, on_meta
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss, model_loss
@@ -172,7 +173,7 @@ def case_of(
                 plan,
             )
             try:
-                with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                with torch.no_grad(), generators_kept():
                     model.eval()(case.batch(0)[0])
                 return case
             except Exception as error:  # the model's own code takes other ids, or fewer tokens
@@ -211,7 +212,7 @@ def prove_on_rank(context: Context, build: Build, case: ProofCase) -> Proof:
 
 
 def _built(build: Build) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         torch.manual_seed(0)
         random.seed(0)
         model = build().double()

@@ -95,8 +95,8 @@ class RankComparison:
     """The settings by which one rank runs the model several times a step."""
     _batches: list[dict[str, _Seen]] = field(default_factory=list)
     _reads: list[BatchRead] = field(default_factory=list)
+    _weights: list[Tensor] = field(default_factory=list)
     _changed: set[str] = field(default_factory=set)
-
     _looked_at: dict[str, _Buffer] = field(default_factory=dict)
     _begun: Any = None
     """The batch of a training forward that no gradient has followed."""
@@ -146,6 +146,11 @@ class RankComparison:
         read = read_of(batch)
         if read is not None and self._reads[-1:] != [read]:  # parts of one batch, in a loop of the user's own
             self._reads.append(read)
+
+    def add_weight(self, counts: Tensor | None) -> None:
+        """Add what this rank's loss of a micro-batch should weigh by, where all ranks' losses weigh alike."""
+        if counts is not None and self.mesh.size("data") > 1:
+            self._weights.append(counts)
 
     @contextmanager
     def forward(self, batch: Batch) -> Iterator[None]:
@@ -200,6 +205,7 @@ class RankComparison:
         """Forget the batches and buffers of a step."""
         self._batches.clear()
         self._reads.clear()
+        self._weights.clear()
         self._changed.clear()
 
     # ---- the sum over the ranks ----
@@ -212,6 +218,9 @@ class RankComparison:
             total += sum(marks) * self._factor(*REPLICA)
         if self._reads:
             total += self._read_term()
+        if self._weights:
+            counts = {f"{number}": each for number, each in enumerate(self._weights)}
+            total += fingerprint(counts) * self._factor(*AXES)
         if self._left:
             total += self._left * self._factor(*AXES)
         if self._changed:
@@ -226,6 +235,7 @@ class RankComparison:
         self.clear()
         if (
             fault := _left_fault(told)
+            or _weight_fault(told)
             or _read_fault(told)
             or _batch_fault(told)
             or _buffer_fault(told, self.cuts)
@@ -262,8 +272,9 @@ class RankComparison:
         marks = {name: int(fingerprint({name: self._buffer(name)})) for name in sorted(self._changed)}
         reads = [dict(start=read.start, samples=read.samples, ahead=read.ahead) for read in self._reads]
         return dict(
-            coords, batches=batches, reads=reads, buffers=marks, left=self._left, read_term=self._read_term()
-        )
+            coords, batches=batches, reads=reads, buffers=marks, left=self._left, read_term=self._read_term(),
+            weights=[counts.tolist() for counts in self._weights],
+        )  # fmt: skip
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -281,6 +292,21 @@ def _left_fault(told: Sequence[Mapping[str, Any]]) -> str:
                 f"They would train on parts of different batches. Nothing was updated. Legal: the same batch again "
                 f"after an error of one rank, or engine.load of a checkpoint on all ranks"
             )
+    return ""
+
+
+def _weight_fault(told: Sequence[Mapping[str, Any]]) -> str:
+    """The message for the first rank whose losses should weigh otherwise than those of rank 0, or ""."""
+    names = ("samples", "valid labels", "valid labels behind the first token")
+    for rank, row in enumerate(told):
+        for one, other in zip(told[0]["weights"], row["weights"], strict=False):
+            if one != other:
+                at = next(i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b)
+                return (
+                    f"backward: a loss without count weighs the same on every rank. Rank 0 has {one[at]} {names[at]}, "
+                    f"rank {rank} has {other[at]}. Nothing was updated. Legal: engine.backward(loss, count=...), with "
+                    f"the number of samples or labels of which loss is the mean"
+                )
     return ""
 
 

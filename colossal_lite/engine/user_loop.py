@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch, first_input
+from colossal_lite.data.batch_checks import IGNORED
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.rank_comparison import RankComparison
@@ -57,6 +58,7 @@ class UserLoop:
         self._known: dict[tuple[torch.Size, ...], Sequence[bool]] = {}
         self._is_empty = False  # whether this rank has no sample of the micro-batch at hand
         self._samples = 0  # of all data ranks in that micro-batch
+        self._own: Tensor | None = None  # numbers by which this rank's loss of it should weigh
         self._tokens: int | None = None  # of its sequences, if they were padded
 
     def local_part(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
@@ -72,6 +74,8 @@ class UserLoop:
         self._micro_batches.look(args, kwargs)
         sizes = self._micro_batches.sizes(inputs)
         self._samples = sum(sizes)
+        if torch.is_grad_enabled():
+            self._own = _weight_of(inputs, kwargs.get("labels"))
         first = self._step.samples + self._micro_batches.first_sample(sizes)
         samples = torch.arange(first, first + inputs.shape[0], device=self._parts.context.device)
         local = self._parallelized.local_part(Batch(args, kwargs, labels=samples, samples=samples))
@@ -190,6 +194,8 @@ class UserLoop:
         with self._parts.measured(), self._parts.around_backward(), self._hooks.expecting():
             (total if seed == 1.0 else total * seed).backward()
         self._comparison.delivered()
+        if count is None:
+            self._comparison.add_weight(self._own)
         if self._by_micro_batch or updates:
             self._reduce_all(ends=updates)
 
@@ -242,6 +248,15 @@ class UserLoop:
                 f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}; its weight depends on labels "
                 f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
             )
+
+
+def _weight_of(inputs: Tensor, labels: Any) -> Tensor:
+    """Samples, and valid labels that the model gets. Also those behind the first token, which causal models count."""
+    counts = [torch.tensor(len(inputs), device=inputs.device)]
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        valid = labels != IGNORED
+        counts += [valid.sum(), valid[:, 1:].sum() if labels.dim() > 1 else valid.sum()]
+    return torch.stack(counts)
 
 
 def _weighted_sums(x: Tensor) -> Tensor:

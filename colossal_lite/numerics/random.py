@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossal_lite.kernels import TORCH, Ops
 from colossal_lite.kernels.philox import Rows, inverse_erf
+from colossal_lite.numerics.generators import drawn_between, states
 
 aten = torch.ops.aten
 
@@ -138,16 +139,12 @@ class DropoutStreams:
 
 
 class CountedOnly:
-    """Checks that the first forward in training draws only from the streams above. Numbers of torch's own generator
-    would differ between meshes."""
+    """Checks that the first forward in training draws only from the streams above. Numbers of global generators would
+    differ between meshes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._has_held = False
-
-    def _states(self) -> tuple[Tensor, ...]:
-        on_device = (torch.cuda.get_rng_state(self._device),) if self._device.type == "cuda" else ()
-        return (torch.get_rng_state(), *on_device)
 
     @contextmanager
     def held(self, trains: bool) -> Iterator[None]:
@@ -155,12 +152,13 @@ class CountedOnly:
         if self._has_held or not trains:
             yield
             return
-        before = self._states()
+        devices = [self._device] if self._device.type == "cuda" else []
+        before = states(devices)
         yield
         self._has_held = True
-        if not all(map(torch.equal, self._states(), before)):
+        if name := drawn_between(before, states(devices)):
             raise ValueError(
-                "model: its forward draws from torch's own generator, so its numbers would depend on the number of "
+                f"model: its forward draws from {name}, so its numbers would depend on the number of "
                 "ranks. (torch.rand, bernoulli, dropout in an RNN, or a functional dropout in blocks that "
                 "compile='block' compiles do so). Legal: nn.Dropout, torch.nn.functional.dropout, "
                 "scaled_dot_product_attention with dropout_p, or a probability of 0. Or draw numbers before, and give "

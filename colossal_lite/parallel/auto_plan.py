@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from colossal_lite.parallel.layer_swap import ancestors, heads_of
 from colossal_lite.parallel.plan_proof import on_a_copy
 from colossal_lite.parallel.roles import Patterns, Role
-from colossal_lite.parallel.small_copy import SmallCopy
+from colossal_lite.parallel.small_copy import Plainly, SmallCopy
 from colossal_lite.parallel.swap_checks import is_transposed, linear_faults
 from colossal_lite.parallel.swap_proof import run_plainly, words
 
@@ -302,7 +302,8 @@ def _needed(x: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
 def _gradients(x: Tensor, outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-    return torch.autograd.grad(x, outputs, weights, retain_graph=True, allow_unused=True)
+    with Plainly():  # which recomputes what the forward has computed
+        return torch.autograd.grad(x, outputs, weights, retain_graph=True, allow_unused=True)
 
 
 def _linear_roles(found: _Found) -> dict[str, str]:

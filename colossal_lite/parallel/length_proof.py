@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.parallel.padding import Padding
 from colossal_lite.parallel.plan_proof import is_our_own, on_a_copy
 from colossal_lite.parallel.roles import Role
@@ -145,7 +146,7 @@ def pairs_of(small: SmallCopy, tokens: int, *, on_meta: bool) -> set[Pair]:
         try:
             model = on_meta_copy(small.model) if on_meta else deep_copy(small.model)  # its buffers may change
             path = _Path(model.train(trains))
-            with torch.random.fork_rng(devices=[]), torch.no_grad(), Plainly(), ids.device, path:
+            with generators_kept(), torch.no_grad(), Plainly(), ids.device, path:
                 model(ids)
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(f"{type(error).__name__}: {error}") from error

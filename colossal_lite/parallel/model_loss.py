@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_checks import IGNORED
+from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.small_copy import NoCopyError, Plainly, few_ids, small_copy, table_roles
 from colossal_lite.parallel.tensor_modes import TensorStrategy
@@ -94,7 +95,7 @@ def model_loss(model: nn.Module) -> ModelLoss:
     for roles, keeps_all in ((tables, True), (tables, False), ({}, True)):
         try:
             made = _Trial(small_copy(model, roles, None, LIMIT_BYTES, keeps_all=keeps_all).model, name)
-            with torch.random.fork_rng(devices=[]):
+            with generators_kept():
                 if kept := made.kept():
                     for owner in (model, made.model):
                         owner.register_forward_hook(partial(_hand_out, kept))
@@ -109,7 +110,7 @@ def model_loss(model: nn.Module) -> ModelLoss:
         raise ModelLossError(
             f"criterion='model': the loss of {type(model).__name__} cannot be proven on a small copy: {why}; {LEGAL}"
         )
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         return ModelLoss(name, made.ignored())
 
 

@@ -25,6 +25,7 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld, EndedError, run_emulated
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
+from colossal_lite.numerics.generators import drawn_between, generators_kept, states
 from colossal_lite.parallel.layer_swap import cut_values, fill_placeholders
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss
@@ -89,7 +90,7 @@ class _Run:
     loss: float
     gradients: Mapping[str, Tensor | None]
     evaluated: float | None
-    """The loss in eval(); None if it is that of training, or there is none."""
+    """The loss in eval(); None if there is none."""
 
     @property
     def in_evaluation(self) -> float:
@@ -110,7 +111,7 @@ def truth_of(model: nn.Module, batch: Batch, criterion: ModelLoss | None = None)
     calls = Calls()
     plain = deep_copy(model).train()
     calls.watch(plain)
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         try:
             return Truth(_plain_run(plain, batch, criterion), torch.get_rng_state())
         except NoLogitsError:
@@ -131,7 +132,7 @@ def prove(
     gradients. `truth`: of `model` on `batch`, if it is known. Raises NotRunError if it does not run by itself.
     """
     truth = truth or truth_of(model, batch, criterion)
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         torch.set_rng_state(truth.random)
         world = EmulatedWorld(LONGEST_S)
         meshes = Mesh.emulated(layout, world)
@@ -152,7 +153,7 @@ def prove(
 
 def check_finite(model: nn.Module, batch: Batch, criterion: ModelLoss | None = None) -> None:
     """Raises NotRunError if the loss of a small copy is not finite: nothing can be compared with it."""
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         try:
             loss = _plain_run(deep_copy(model).train(), batch, criterion).loss
         except Exception as error:  # of a user's code, whatever it is
@@ -163,7 +164,7 @@ def check_finite(model: nn.Module, batch: Batch, criterion: ModelLoss | None = N
 
 def run_plainly(model: nn.Module, batch: Batch) -> None:
     """Run a small copy forward, for the hooks that are on it. Raises NotRunError if it does not run."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), Plainly():
+    with generators_kept(), torch.enable_grad(), Plainly():
         try:
             model(*batch.args, **batch.kwargs)
         except Exception as error:  # of a user's code, whatever it is
@@ -190,7 +191,8 @@ def _plain_run(
     """`seed`: what backward starts with. Gradients are divided by it."""
     with torch.enable_grad():
         loss = _loss(model, batch, criterion, loss_of)
-        (loss * seed).backward()
+        with Plainly():  # which recomputes what the forward has computed
+            (loss * seed).backward()
     gradients = {
         n: None if p.grad is None else p.grad.div_(seed)
         for n, p in model.named_parameters()
@@ -202,8 +204,7 @@ def _plain_run(
             evaluated = float(_loss(model.eval(), batch, criterion, loss_of))
         model.train()
     trained = float(loss.detach())
-    is_told = evaluated is not None and math.isfinite(evaluated) and evaluated != trained
-    return _Run(trained, gradients, evaluated if is_told else None)
+    return _Run(trained, gradients, evaluated if evaluated is not None and math.isfinite(evaluated) else None)
 
 
 def _loss(model: nn.Module, part: Batch, criterion: ModelLoss | None, loss_of: LossOf) -> Tensor:
@@ -227,8 +228,8 @@ def difference_of_parts(
     """What of loss and gradients of `model` as it is differs between a batch and the sum over `parts`, in training or
     evaluation, or "". Backward of the parts starts with `seed`. Raises NotRunError if it does not run on them, or draws
     random numbers."""
-    with torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state()
+    with generators_kept():
+        before = states()
         try:
             truth, *found = [
                 _plain_run(deep_copy(model).train(), each, None, loss_of, start)
@@ -236,7 +237,7 @@ def difference_of_parts(
             ]
         except Exception as error:  # of a user's code, whatever it is
             raise NotRunError(f"{type(model).__name__}: {type(error).__name__}: {_line(error)}") from error
-        if not math.isfinite(truth.loss) or not torch.equal(torch.get_rng_state(), before):
+        if not math.isfinite(truth.loss) or drawn_between(before, states()):
             raise NotRunError(f"its loss is {truth.loss}, or it draws random numbers")
     for right, got in (
         (truth.loss, sum(run.loss for run in found)),
@@ -294,7 +295,8 @@ class _Rank:
         loss_of = partial(strategy.cross_entropy, TORCH)
         with torch.enable_grad():
             total = _loss(self.model, part, self.criterion, loss_of)
-        total.backward()
+        with Plainly():
+            total.backward()
         differs = self._of_loss(total, truth.loss, strategy) or self._of_gradients(specs, truth)
         if differs is not None or truth.evaluated is None:
             return differs

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.torch_modes import READ_NO_VALUES, storage_of, tensors_in
 from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
@@ -119,7 +120,7 @@ class TracedCopy:
         """Context: the ids for a forward, and the settings under which every trace of the model runs it."""
         with self.around():
             ids = few_ids(self.model, tokens=self.tokens)
-            with torch.random.fork_rng(devices=[]), ids.device, Plainly():
+            with generators_kept(), ids.device, Plainly():
                 yield ids
 
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.link import Link
 from colossal_lite.memory.transfers import sent_back
+from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.torch_modes import storage_of
 from colossal_lite.schedule.optimizer_updates import update_plan
 from colossal_lite.schedule.plan import Action, ActionKind
@@ -204,7 +205,7 @@ def _probe(
     factory: Factory, shapes: Mapping[str, torch.Size], used: Collection[str], device: torch.device
 ) -> dict[str, Tensor]:
     """Small parameters after two steps in which those of `used` have gradients."""
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         torch.manual_seed(0)
         small = {
             name: nn.Parameter(torch.randn([min(size, 2) for size in shape], device=device))
