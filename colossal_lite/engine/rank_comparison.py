@@ -304,8 +304,8 @@ def _weight_fault(told: Sequence[Mapping[str, Any]]) -> str:
                 at = next(i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b)
                 return (
                     f"backward: a loss without count weighs the same on every rank. Rank 0 has {one[at]} {names[at]}, "
-                    f"rank {rank} has {other[at]}. Nothing was updated. Legal: engine.backward(loss, count=...), with "
-                    f"the number of samples or labels of which loss is the mean"
+                    f"rank {rank} has {other[at]}. Nothing was updated. Legal: engine.backward(loss, count=n), where "
+                    f"loss is a mean over n samples or labels"
                 )
     return ""
 

@@ -203,12 +203,12 @@ class Loss:
         where = self.parts or self.shards
         if reads.parameters and where:
             raise ValueError(
-                f"criterion: it reads the parameter {reads.parameters[0]}, of which a rank has a part, or none "
-                f"({where}). Legal: a loss of the logits, optimizer.weight_decay, or colossal_lite.AuxiliaryLoss"
+                f"criterion: it reads the parameter {reads.parameters[0]}. A rank has a part of it, or none ({where}). "
+                f"Legal: a loss of the logits, optimizer.weight_decay, or colossal_lite.AuxiliaryLoss"
             )
         if reads.left and self.parts:
             raise ValueError(
-                f"criterion: it reads a tensor that the forward has left ({reads.left[0]}), of which a rank has a part "
+                f"criterion: it reads a tensor that the forward has left ({reads.left[0]}). A rank has a part of it "
                 f"({self.parts}). Legal: a loss of the logits, or colossal_lite.AuxiliaryLoss in the module"
             )
 
@@ -241,8 +241,8 @@ class Loss:
             self._compare(both, pair)
 
     def _refuse_other_levels(self, whole: Tensor, labels: Tensor, dim: int) -> None:
-        """Compare the criterion where the first half is right and the other is not. A mean of which a floor or a cap is
-        taken differs there, whatever it is at first."""
+        """Compare the criterion where the first half is right and the other is not. There the floor or the cap of a mean
+        shows, whatever the mean is at first."""
         made = _half_right(whole, labels, dim)
         if made is None or (given := self._of_half(made, labels)) is None:
             return

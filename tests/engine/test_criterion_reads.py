@@ -139,7 +139,7 @@ EXACT = [
     (flooded, "one"),
     (flooded, "tensor"),
 ]
-PART, GRAPH = "criterion: it reads the parameter .*, of which a rank has a part", "its result has no graph"
+PART, GRAPH = r"criterion: it reads the parameter .*\. A rank has a part of it", "its result has no graph"
 LEFT = "criterion: it reads a tensor that the forward has left"
 REFUSED = [
     *((each, mode, LEFT) for each in (attributes, sink) for mode in ("tensor", "stages on one")),
