@@ -212,7 +212,7 @@ def _matrices(model: nn.Module, block: UnitModules, facts: PartitionFacts) -> in
 def _by_layers(model: nn.Module, part: UnitModules, tokens: int) -> Unit:
     """A unit of any layers that see every token: a matrix (a kernel, too) costs its FLOPs, a table its lookups, and a
     vector the bytes moved."""
-    f, i, w, numel = 1.0, 1.0, 1.0, 0  # what has no parameters costs little, not nothing
+    f, i, w = 1.0, 1.0, 1.0  # what has no parameters costs little, not nothing
     owners = {id(m): m for name in part.modules for m in model.get_submodule(name).modules()}.values()
     held = [(owner, p) for owner in owners for p in owner.parameters(recurse=False)]
     for owner, parameter in [*held, *((model, model.get_parameter(name)) for name in part.parameters)]:
@@ -222,12 +222,8 @@ def _by_layers(model: nn.Module, part: UnitModules, tokens: int) -> Unit:
         else:
             own = (2 * tokens * n if parameter.dim() > 1 else tokens * n * 4 * FLOPS_PER_BYTE,) * 3
         f, i, w = f + own[0], i + own[1], w + own[2] * parameter.requires_grad
-        numel += parameter.numel()
-    return Unit(part.name, f, i, w, 16.0 * numel)
+    return Unit(part.name, f, i, w)
 
 
 def _joined(a: Unit, b: Unit) -> Unit:
-    return Unit(
-        a.name.partition(".")[0], a.forward + b.forward, a.input + b.input, a.weight + b.weight,
-        a.states_bytes + b.states_bytes, a.saved_bytes + b.saved_bytes,
-    )  # fmt: skip
+    return Unit(a.name.partition(".")[0], a.forward + b.forward, a.input + b.input, a.weight + b.weight)

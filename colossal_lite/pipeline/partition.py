@@ -7,20 +7,17 @@ between blocks.  It halves the step of load balancing.  A stage is a run of unit
 time is minimized exactly, by dynamic programming over the ends of the stages.  Among those cuts the sum of squares is
 minimized, so that no other stage is slower than it must be.  If a rank has several stages, their sum counts too: units
 move from one stage to another as long as the slowest rank and the slowest stage together get faster.  Of these cuts the
-one with the shortest simulated step is taken.  Memory of a stage: states of its units, and their saved activations once
-for each micro-batch that the schedule lets it hold (`held`).
+one with the shortest simulated step is taken.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations_with_replacement, pairwise
 from math import inf
 from typing import Literal, Protocol
 
-from colossal_lite.schedule.plan import ActionKind, Plan
 from colossal_lite.schedule.simulator import StageCosts
 
 
@@ -28,17 +25,13 @@ from colossal_lite.schedule.simulator import StageCosts
 class Unit:
     """The smallest part that a stage can begin or end at.
 
-    - forward, input, weight: cost of F, I and W of one micro-batch, in seconds or FLOPs
-    - states_bytes: parameters, gradients and optimizer states
-    - saved_bytes: activations kept from F of one micro-batch until its backward
+    forward, input, weight: cost of F, I and W of one micro-batch, in seconds or FLOPs
     """
 
     name: str
     forward: float
     input: float
     weight: float
-    states_bytes: float = 0.0
-    saved_bytes: float = 0.0
 
     @property
     def cost(self) -> float:
@@ -70,8 +63,6 @@ FLOPS_PER_BYTE = 10.0
 gradient of a table was made and added at 3.6 GB/s; a GPU has more, and takes more tokens at once."""
 ELEMENT_BYTES = 4
 """Of an activation, and of an entry of a table."""
-STATE_BYTES = 16.0
-"""Of each parameter with its gradient and optimizer states."""
 
 
 def lookup_costs(tokens: float, numel: float, width: float) -> tuple[float, float, float]:
@@ -100,25 +91,18 @@ def transformer_units(
     width, kv_width = facts.width, facts.width * facts.kv_heads // facts.heads
     mlp_matrices = 3 if gated else 2
 
-    def unit(name: str, weights: int, scores: float, saved: float, biases: int) -> Unit:
+    def unit(name: str, weights: int, scores: float = 0.0) -> Unit:
         linear = 2.0 * tokens * weights
-        states = (weights + biases) * STATE_BYTES
-        return Unit(name, linear + scores, linear + 2 * scores, linear, states, saved)
+        return Unit(name, linear + scores, linear + 2 * scores, linear)
 
+    attention = 2 * width * width + 2 * width * kv_width
     scores = 4.0 * tokens * facts.sequence * width
-    attention_saved = tokens * (4 * width + 2 * kv_width) * ELEMENT_BYTES + facts.heads * tokens * 4
-    mlp_saved = tokens * (2 * width + mlp_matrices * facts.ffn) * ELEMENT_BYTES
     table = facts.vocabulary * width
-    lookup = lookup_costs(tokens, table, width)
-    units = [Unit("embedding", *lookup, (table + facts.sequence * width) * STATE_BYTES, 0.0)]
+    units = [Unit("embedding", *lookup_costs(tokens, table, width))]
     for i in range(facts.layers):
-        attention = 2 * width * width + 2 * width * kv_width
-        units.append(unit(f"{i}.attention", attention, scores, attention_saved, 4 * width + 2 * kv_width))
-        units.append(
-            unit(f"{i}.mlp", mlp_matrices * width * facts.ffn, 0.0, mlp_saved, 3 * width + facts.ffn)
-        )
-    units.append(unit("head", table, 0.0, tokens * (2 * width + facts.vocabulary) * ELEMENT_BYTES, 2 * width))
-    return tuple(units)
+        units.append(unit(f"{i}.attention", attention, scores))
+        units.append(unit(f"{i}.mlp", mlp_matrices * width * facts.ffn))
+    return (*units, unit("head", table))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +116,13 @@ class Partition:
         """Of forward and backward of each stage."""
         return tuple(sum(unit.cost for unit in self.units[a:b]) for a, b in self.bounds)
 
-    def stage_costs(self, message: float = 0.0) -> StageCosts:
+    def stage_costs(self) -> StageCosts:
         """For the simulator, in the unit of time that the units' costs have."""
         mine = [self.units[a:b] for a, b in self.bounds]
         return StageCosts(
             tuple(sum(unit.forward for unit in units) for units in mine),
             tuple(sum(unit.input for unit in units) for units in mine),
             tuple(sum(unit.weight for unit in units) for units in mine),
-            message,
         )
 
     def __str__(self) -> str:
@@ -151,80 +134,33 @@ class Partition:
         )
 
 
-def held(plan: Plan) -> tuple[int, ...]:
-    """Most micro-batches whose activations each stage of a compute plan keeps."""
-    peak: Counter[int] = Counter()
-    for actions in plan:
-        live: Counter[int] = Counter()
-        for action in actions:
-            assert action.stage is not None
-            live[action.stage] += (action.kind is ActionKind.F) - (
-                action.kind in (ActionKind.W, ActionKind.B)
-            )
-            peak[action.stage] = max(peak[action.stage], live[action.stage])
-    return tuple(peak[stage] for stage in sorted(peak))
-
-
 def partition(
     units: Sequence[Unit],
     stages: int,
     how: Literal["balanced", "uniform"] | Sequence[int] = "balanced",
     *,
-    live: Sequence[int] | None = None,
     placement: Mapping[int, int] | None = None,
-    cap_bytes: float = inf,
     makespan: Callable[[StageCosts], float] | None = None,
 ) -> Partition:
     """Cuts units into stages: the slowest stage as fast as can be, equal counts, or the counts that are given.
 
-    - live: micro-batches that each stage holds (`held`), one by default
     - placement: rank of each stage, each its own by default
-    - cap_bytes: memory of a rank. Each of its stages may first use it all. If the sum is too much, they share equally
     - makespan: seconds of a step with such costs, by which cuts are compared where ranks have several stages
 
-    Raises ValueError for fewer units than stages, and for counts that do not cover the units exactly. It also raises if
-    no cut keeps every rank within the cap.
+    Raises ValueError for fewer units than stages, and for counts that do not cover the units exactly.
     """
-    held_by = (1,) * stages if live is None else tuple(live)
-    rank_of = {stage: stage for stage in range(stages)} if placement is None else placement
     names = f"{units[0].name} to {units[-1].name}" if units else "none"
     if len(units) < stages:
         raise ValueError(
             f"{stages} stages for {len(units)} units ({names}): each needs one; use fewer ranks or chunks"
         )
-
-    states = list(accumulate((unit.states_bytes for unit in units), initial=0.0))
-    saved = list(accumulate((unit.saved_bytes for unit in units), initial=0.0))
-
-    def stage_bytes(stage: int, start: int, stop: int) -> float:
-        return states[stop] - states[start] + held_by[stage] * (saved[stop] - saved[start])
-
-    def heaviest_bytes(cuts: Cuts) -> float:
-        ranks = dict.fromkeys(rank_of.values(), 0.0)
-        for stage, (start, stop) in enumerate(cuts):
-            ranks[rank_of[stage]] += stage_bytes(stage, start, stop)
-        return max(ranks.values())
-
-    if how == "balanced":
-        shared = Counter(rank_of.values())
-        shares = [1 / shared[rank_of[stage]] for stage in range(stages)]
-        tried = [
-            _balance(units, stages, stage_bytes, [cap_bytes * s for s in of])
-            for of in ([1.0] * stages, shares)
-        ]
-    else:
-        tried = [_counts(units, stages, how, names)]
-    cuts = [cut for cut in tried if cut is not None]
-    for cut in cuts:
-        if heaviest_bytes(cut) <= cap_bytes:
-            if how == "balanced" and makespan is not None and len({*rank_of.values()}) < stages:
-                return _rebalance(units, cut, rank_of, makespan, lambda c: heaviest_bytes(c) <= cap_bytes)
-            return Partition(tuple(units), cut)
-    least = f"; the best cut needs {min(map(heaviest_bytes, cuts)):.0f} on one rank" if cuts else ""
-    raise ValueError(
-        f"no cut of {len(units)} units ({names}) into {stages} stages keeps each rank within {cap_bytes:.0f} "
-        f"bytes{least}; use more ranks, fewer micro-batches in flight or activation checkpointing"
-    )
+    if how != "balanced":
+        return Partition(tuple(units), _counts(units, stages, how, names))
+    cuts = _balance(units, stages)
+    if makespan is None or placement is None or len({*placement.values()}) == stages:
+        return Partition(tuple(units), cuts)
+    tried = (Partition(tuple(units), each) for each in _toward_even_ranks(units, cuts, placement))
+    return min(tried, key=lambda each: makespan(each.stage_costs()))
 
 
 Cuts = tuple[tuple[int, int], ...]
@@ -241,34 +177,17 @@ def _counts(units: Sequence[Unit], stages: int, how: str | Sequence[int], names:
     return tuple(pairwise(accumulate(counts, initial=0)))
 
 
-def _balance(
-    units: Sequence[Unit], stages: int, stage_bytes: Callable[[int, int, int], float], caps: Sequence[float]
-) -> Cuts | None:
-    """The cut whose slowest stage is fastest, and of those the most even one; None if none fits."""
+def _balance(units: Sequence[Unit], stages: int) -> Cuts:
+    """The cut whose slowest stage is fastest, and of those the most even one."""
     ends = list(accumulate((unit.cost for unit in units), initial=0.0))
-
-    def score(stage: int, start: int, stop: int) -> float:
-        return ends[stop] - ends[start] if stage_bytes(stage, start, stop) <= caps[stage] else inf
-
-    slowest, cuts = _best_cut(len(units), stages, score, max)
-    if cuts is None:
-        return None
+    slowest, _ = _best_cut(len(units), stages, lambda start, stop: ends[stop] - ends[start], max)
     limit = slowest * (1 + 1e-12)
 
-    def square(stage: int, start: int, stop: int) -> float:
-        cost = score(stage, start, stop)
+    def square(start: int, stop: int) -> float:
+        cost = ends[stop] - ends[start]
         return cost * cost if cost <= limit else inf
 
     return _best_cut(len(units), stages, square, lambda a, b: a + b)[1]
-
-
-def _rebalance(
-    units: Sequence[Unit], cuts: Cuts, rank_of: Mapping[int, int], makespan: Callable[[StageCosts], float],
-    fits: Callable[[Cuts], bool],
-) -> Partition:  # fmt: skip
-    """The fastest step of `cuts` and those that even the ranks out, where ranks have several stages."""
-    tried = (Partition(tuple(units), each) for each in _toward_even_ranks(units, cuts, rank_of) if fits(each))
-    return min(tried, key=lambda each: makespan(each.stage_costs()))
 
 
 def _toward_even_ranks(units: Sequence[Unit], cuts: Cuts, rank_of: Mapping[int, int]) -> Iterator[Cuts]:
@@ -309,9 +228,9 @@ def _moved(cuts: Cuts) -> Iterator[Cuts]:
 def _best_cut(
     n: int,
     stages: int,
-    score: Callable[[int, int, int], float],
+    score: Callable[[int, int], float],
     join: Callable[[float, float], float],
-) -> tuple[float, Cuts | None]:
+) -> tuple[float, Cuts]:
     """Smallest joined score of a cut of n units into stages; best[stop] is over the first units for the
     stages so far, and `froms` remembers where the last of them begins. O(n^2 stages)."""
     best = [0.0] + [inf] * n
@@ -320,15 +239,10 @@ def _best_cut(
         row, origin = [inf] * (n + 1), [0] * (n + 1)
         for stop in range(stage + 1, n - (stages - stage - 1) + 1):
             for start in range(stage, stop):
-                if (
-                    best[start] < row[stop]
-                    and (total := join(best[start], score(stage, start, stop))) < row[stop]
-                ):
+                if best[start] < row[stop] and (total := join(best[start], score(start, stop))) < row[stop]:
                     row[stop], origin[stop] = total, start
         best = row
         froms.append(origin)
-    if best[n] == inf:
-        return inf, None
     cuts: list[tuple[int, int]] = []
     stop = n
     for origin in reversed(froms):

@@ -18,7 +18,7 @@ from colossal_lite.kernels import Dropout
 from colossal_lite.models import GPT
 from colossal_lite.numerics.torch_modes import naming_transforms
 from colossal_lite.pipeline.model_units import Carried, Sections, WholeSections, costs_of, sections_of
-from colossal_lite.pipeline.partition import Partition, PartitionFacts, Unit, held, partition
+from colossal_lite.pipeline.partition import Partition, PartitionFacts, Unit, partition
 from colossal_lite.pipeline.runtime import flat
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, plans_by_placement
 from colossal_lite.pipeline.traced_sections import (
@@ -160,7 +160,7 @@ def _fastest(units: Sequence[Unit], pipeline: PipelineConfig) -> tuple[Partition
     def cut_by(plan: Plan) -> Partition:
         reading = cache(lambda: Reading(plan))
         return partition(
-            units, pipeline.stages, how, live=held(plan), placement=plan.placement(),
+            units, pipeline.stages, how, placement=plan.placement(),
             makespan=lambda costs: simulate(reading(), costs).makespan_s,
         )  # fmt: skip
 

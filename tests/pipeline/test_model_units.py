@@ -26,7 +26,6 @@ from colossal_lite.pipeline.partition import (
     FLOPS_PER_BYTE,
     Partition,
     Unit,
-    held,
     partition,
     transformer_units,
 )
@@ -81,7 +80,7 @@ def test_auto_lies_in_a_loop_or_folded_by_the_costs_of_its_own_cut(
     def takes(placement: tuple[int, ...]) -> float:
         plan = compute_plan(config, StepShape(micro_batches, placement=placement))
         cut = partition(
-            units, 4, live=held(plan), placement=plan.placement(),
+            units, 4, placement=plan.placement(),
             makespan=lambda costs: simulate(plan, costs).makespan_s,
         )  # fmt: skip
         return makespan(cut, placement)
