@@ -39,7 +39,6 @@ class ProductSpec:
     x: OperandAxis | None
     weight: OperandAxis
     y: OperandAxis | None = None
-    overlap: bool = True
 
 
 def _gather_async(x: Tensor, along: OperandAxis | None) -> Callable[[], Tensor]:
@@ -88,19 +87,13 @@ class _Product(Function):
         dy_parts, x_parts = _gather_async(dy, cut.y), _gather_async(x, cut.x)
         dy = dy_parts()
 
-        def started(gradient: Tensor, along: OperandAxis | None) -> Callable[[], Tensor]:
-            part = _scatter_async(gradient, along)
-            if not cut.overlap:
-                part()
-            return part
-
         def of_weight() -> Callable[[], Tensor]:
-            return started(dy.flatten(0, -2).t() @ x_parts().flatten(0, -2), cut.weight)
+            return _scatter_async(dy.flatten(0, -2).t() @ x_parts().flatten(0, -2), cut.weight)
 
         if cut.x is None:  # the sum that runs beside the other product is that of w
             dw, dx = of_weight(), dy @ w_parts()
             return dx, dw(), None, None
-        terms = started(dy @ w_parts(), cut.x)
+        terms = _scatter_async(dy @ w_parts(), cut.x)
         del w_parts  # and with it the gathered weight
         dw = of_weight()
         return terms(), dw(), None, None

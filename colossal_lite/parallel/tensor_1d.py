@@ -12,7 +12,7 @@ Per pair and micro-batch, payload M each:     forward             backward
 Embedding and head count as one pair together.  The head computes its loss and gradients in forward, so its input is
 gathered once.  It works in chunks of rows (kernels/linear_cross_entropy.py), with an all-gather of 3 numbers a token
 and rank for each.  A column-wise linear overlaps the reduction of its input gradient with the product for its weight
-gradient.  The second gather overlaps with the product before; `overlap=False` waits at once and gives the same bits.
+gradient.  The second gather overlaps with the product before.
 
 With fewer key and value heads than ranks, each rank holds all of them and uses one.  Their gradients are summed over
 the axis.  A vocabulary that n does not divide is padded inside the layout.  Padded logits are the least number of the

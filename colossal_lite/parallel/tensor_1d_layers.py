@@ -42,7 +42,6 @@ class Tensor1D:
     sequence_parallel: bool = True
     regather_inputs: bool = True
     whole_sizes: bool = False
-    overlap: bool = True
     name = "1d"
 
     @property
@@ -341,11 +340,7 @@ class _ColwiseLinear(Function):
             dx = _sum_async(dy @ weight, mode).wait() if needs_dx else None
             return dx, None, None, None, None
         again = _gather_async(kept, mode) if gathers else None
-        if again is not None and not mode.overlap:
-            again.wait()
         sum_of_terms = _sum_async(dy @ weight, mode) if needs_dx else None
-        if sum_of_terms is not None and not mode.overlap:
-            sum_of_terms.wait()
         whole = again.wait() if again is not None else kept
         dw = _weight_gradient(dy, whole) if needs_dw else None
         db = dy.flatten(0, -2).sum(0) if needs_db else None
@@ -382,8 +377,6 @@ class _RowwiseLinear(Function):
         x, weight = ctx.saved_tensors
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         gathered = _gather_async(dy, mode) if mode.sequence_parallel else None
-        if gathered is not None and not mode.overlap:
-            gathered.wait()
         db = dy.flatten(0, -2).sum(0) if needs_db else None
         whole = gathered.wait() if gathered is not None else dy
         dx = whole @ weight if needs_dx else None

@@ -60,7 +60,6 @@ class Tensor2D(Grid):
     column: Communicator
     depth: Communicator
     vocabulary: int = 0
-    overlap: bool = True
     name = "2d"
 
     @classmethod
@@ -163,9 +162,7 @@ class TensorParallel2D(TensorParallelGrid):
 
     def lie(self, role: Role) -> GridPlacement:
         mode = self.mode
-        cut = ProductSpec(
-            x=OperandAxis(mode.column, -1), weight=OperandAxis(mode.row, -1), overlap=mode.overlap
-        )
+        cut = ProductSpec(x=OperandAxis(mode.column, -1), weight=OperandAxis(mode.row, -1))
         return GridPlacement(cut, mode.column, (mode.row,), terms_of(mode.depth), self.stream_terms)
 
     def embedding(self, module: Any) -> nn.Module:
@@ -174,9 +171,7 @@ class TensorParallel2D(TensorParallelGrid):
     def tied_head(self, module: Any, bias: Any, missing: int) -> nn.Module:
         """The table has its outputs cut along rows and its inputs along columns, and is used so."""
         mode = self.mode
-        cut = ProductSpec(
-            x=None, weight=OperandAxis(mode.row, 0), y=OperandAxis(mode.column, -1), overlap=mode.overlap
-        )
+        cut = ProductSpec(x=None, weight=OperandAxis(mode.row, 0), y=OperandAxis(mode.column, -1))
         return GridLinear(cut, self.table(module.weight), bias, padded=missing)
 
     def table(self, weight: nn.Parameter) -> Any:

@@ -66,7 +66,6 @@ class Tensor3D(Grid):
     k: Communicator
     plane: Communicator
     vocabulary: int = 0
-    overlap: bool = True
     name = "3d"
     cut_behind = None
 
@@ -189,12 +188,7 @@ class TensorParallel3D(TensorParallelGrid):
     def lie(self, role: Role) -> GridPlacement:
         mode = self.mode
         inner, outer = (mode.j, mode.k) if role.name == "rowwise" else (mode.k, mode.j)
-        cut = ProductSpec(
-            x=OperandAxis(outer, 0),
-            weight=OperandAxis(mode.i, -1),
-            y=OperandAxis(inner, 0),
-            overlap=mode.overlap,
-        )
+        cut = ProductSpec(x=OperandAxis(outer, 0), weight=OperandAxis(mode.i, -1), y=OperandAxis(inner, 0))
         return GridPlacement(cut, outer, (inner, mode.i), (), terms_of(mode.i, inner))
 
     def embedding(self, module: Any) -> nn.Module:

@@ -9,7 +9,7 @@ part of each of x, w and y in y = x w^T.  A `ProductSpec` says along which axis 
 
 An operand without an axis is not moved.  So a gradient is complete on the rank that holds the part.  Payload is 3 times
 x and w and 2 times y, and no gathered copy is saved.  Gathers run side by side, and the sum of one gradient beside the
-product for the other; `overlap=False` waits at once and gives the same bits.
+product for the other.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Grid:
     """A strategy on a mesh of several tensor axes; `vocabulary_axis` cuts the logits."""
 
     vocabulary: int
-    overlap: bool
 
     @property
     @abstractmethod

@@ -15,7 +15,6 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel import tensor_2d, tensor_3d
-from colossal_lite.parallel.grid_layers import OperandAxis, ProductSpec, product
 from colossal_lite.parallel.parallelize import facts_of, parallelize
 from colossal_lite.parallel.tensor_2d import Tensor2D
 from colossal_lite.parallel.tensor_3d import Tensor3D
@@ -170,38 +169,6 @@ def test_initial_bits_are_those_of_the_seed(case: Case) -> None:
 @pytest.mark.parametrize("case", [CASE, CUBE], ids=["2d", "3d"])
 def test_documents_and_positions_of_each_sample_meet_their_tokens(case: Case) -> None:
     assert_documents(case, positions=True)
-
-
-def with_and_without_overlap(env: RankEnv, mode: str) -> bool:
-    """Whether y and both gradients of one product have the same bits."""
-    with env.launch(dict(parallel=dict(tensor=dict(size=env.world_size, mode=mode)))) as context:
-        axis = context.mesh.axis
-        if mode == "3d":
-            cut = ProductSpec(
-                OperandAxis(axis("tensor.j"), 0),
-                OperandAxis(axis("tensor.i"), -1),
-                OperandAxis(axis("tensor.k"), 0),
-            )
-        else:
-            cut = ProductSpec(
-                None, OperandAxis(axis("tensor.row"), 0), OperandAxis(axis("tensor.column"), -1)
-            )
-        found = []
-        for overlap in (True, False):
-            torch.manual_seed(env.rank)
-            x, weight = torch.randn(4, 3, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
-            if mode == "3d":
-                weight = torch.randn(6, 4, requires_grad=True)
-            y = product(x, weight, replace(cut, overlap=overlap))
-            y.square().sum().backward()
-            assert x.grad is not None and weight.grad is not None
-            found.append((y.detach(), x.grad, weight.grad))
-        return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize(("mode", "size"), [("2d", 4), ("3d", 8)])
-def test_overlap_changes_no_bit(mode: str, size: int) -> None:
-    assert all(run_world(with_and_without_overlap, size, mode))
 
 
 # ---- bytes ----
