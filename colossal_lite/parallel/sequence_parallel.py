@@ -38,7 +38,7 @@ from colossal_lite.models import GPT
 from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.ring_attention import Carrier, Documents, Gather, Ring, attend_blocks, full_ring
 from colossal_lite.parallel.tensor_modes import TensorStrategy
-from colossal_lite.parallel.token_parts import show_whole_sequences
+from colossal_lite.parallel.token_parts import Sequences, show_whole_sequences
 from colossal_lite.transforms.key_cache import is_key_cache_off
 
 CARRIERS: dict[str, Callable[[Communicator], Carrier]] = {"ring": Ring, "usp": Ring, "allgather_kv": Gather}
@@ -211,7 +211,7 @@ def micro_batch_payload(
 class OnSequence:
     """A tensor strategy whose tokens are cut along the sequence axis as well."""
 
-    inner: Any
+    inner: TensorStrategy
     sequence: SequenceParallel
     longest: int | None = None
     """Tokens of the model's longest sequence; each rank sees a part of it."""
@@ -227,13 +227,11 @@ class OnSequence:
 
     @property
     def owns_loss(self) -> bool:
-        tells: bool = self.inner.owns_loss
-        return tells
+        return self.inner.owns_loss
 
     @property
     def cut_behind(self) -> tuple[int, int] | None:
-        cut: tuple[int, int] | None = self.inner.cut_behind
-        return cut
+        return self.inner.cut_behind
 
     def local_part(self, batch: Batch) -> Batch:
         tokens = batch.inputs.shape[1] if batch.tokens is None else batch.tokens
@@ -258,17 +256,14 @@ class OnSequence:
         return hugging_face.local_arguments(self.sequence.local_part(self.inner.local_part(batch)))
 
     def cross_entropy(self, ops: Ops, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = self.inner.cross_entropy(ops, logits, labels)
-        return result
+        return self.inner.cross_entropy(ops, logits, labels)
 
     def whole_vocabulary(self, logits: Tensor) -> Tensor:
-        whole: Tensor = self.inner.whole_vocabulary(logits)
-        return whole
+        return self.inner.whole_vocabulary(logits)
 
     def whole_batch(self, logits: Tensor) -> Tensor:
         tokens = self.sequence.in_order(autograd_collectives.join(logits, self.sequence.comm, 1), 1)
-        whole: Tensor = self.inner.whole_batch(tokens)
-        return whole
+        return self.inner.whole_batch(tokens)
 
 
 def across_sequence(
@@ -280,7 +275,8 @@ def across_sequence(
     across, theirs = sequence.ops(ops), hugging_face.is_bound(module)
     if makes_positions:
         own = sequence.pieces.by_rank[sequence.comm.coord]
-        show_whole_sequences(module, _Tokens(sequence, across), own, sequence.pieces.total)
+        tokens = Sequences(sequence.comm, across.attend, sequence.in_order)
+        show_whole_sequences(module, tokens, own, sequence.pieces.total)
     elif theirs:
         hugging_face.bind(module)
     lost_cache = makes_positions and is_key_cache_off(module)
@@ -290,25 +286,6 @@ def across_sequence(
 def sees_whole_sequences(module: nn.Module) -> bool:
     """Whether a model's code is shown whole sequences: any but ours, and those whose attention becomes ours."""
     return not isinstance(module, GPT) and not hugging_face.is_bound(module)
-
-
-@dataclass(frozen=True, eq=False)
-class _Tokens:
-    """What calls on a rank's tokens need."""
-
-    sequence: SequenceParallel
-    ops: Ops
-
-    @property
-    def comm(self) -> Communicator:
-        return self.sequence.comm
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float | None) -> Tensor:
-        out: Tensor = self.ops.attend(q, k, v, mask=mask, scale=scale)
-        return out
-
-    def in_order(self, ranks: Tensor, dim: int) -> Tensor:
-        return self.sequence.in_order(ranks, dim)
 
 
 def give_ops(module: nn.Module, ops: Ops) -> None:

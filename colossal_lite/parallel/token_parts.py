@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,18 +41,15 @@ from colossal_lite.parallel.whole_sizes import (
 )
 
 
-class Sequences(Protocol):
+@dataclass(frozen=True, eq=False)
+class Sequences:
     """What a rank of a sequence axis can do with its tokens."""
 
-    @property
-    def comm(self) -> Communicator:
-        """The sequence axis."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float | None) -> Tensor:
-        """out [B, t, H, K] of this rank's queries over all keys [B, t, G, K]."""
-
-    def in_order(self, ranks: Tensor, dim: int) -> Tensor:
-        """All tokens in global order from the concatenation of all ranks' along `dim`."""
+    comm: Communicator
+    attend: Callable[..., Tensor]
+    """(q, k, v, mask, scale) -> out [B, t, H, K] of this rank's queries over all keys [B, t, G, K]."""
+    in_order: Callable[[Tensor, int], Tensor]
+    """All tokens in global order from the concatenation of all ranks' along a dim."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +111,11 @@ def _gathered(x: Part) -> Tensor:
     return whole.bool() if is_bool else whole
 
 
-def _attention(func: Any, args: Any, kwargs: Any) -> Any:
-    """Attention of a model's own code, by that of the sequence axis where it has the form."""
-    return _attend(func, *args, **kwargs)
-
-
 def _attend(
     func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
+    """Attention of a model's own code, by that of the sequence axis where it has the form."""
     parts = [x for x in (query, key, value) if isinstance(x, Part)]
     cuts = {(x.cut.dim, x.cut.size, x.cut.blocks) for x in parts if x.cut is not None}
     size = whole_shape(query)[-2]
@@ -156,7 +149,12 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*mapped(local, args), **mapped(local, kwargs))
 
 
-TokenCut.rules = MappingProxyType({F.scaled_dot_product_attention: _attention, F.cross_entropy: _loss})
+TokenCut.rules = MappingProxyType(
+    {
+        F.scaled_dot_product_attention: lambda func, args, kwargs: _attend(func, *args, **kwargs),
+        F.cross_entropy: _loss,
+    }
+)
 
 
 def show_whole_sequences(
