@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from colossal_lite.kernels import Ops
 from colossal_lite.models import GPT
 from colossal_lite.parallel.small_copy import TOKENS, deep_copy
-from colossal_lite.parallel.tensor_1d_layers import Head, gather_from_sequence_region
+from colossal_lite.parallel.tensor_1d_layers import Head, gather_from_sequence_region, with_padding
 from colossal_lite.transforms.split_backward import WeightGradStore, deliver, linear
 
 
@@ -119,7 +119,7 @@ class FusedHead:
 
         def make() -> Tensor:
             logits = linear(rows, head.weight, None, head.weight_grad_store)
-            return logits if mode is None else head.with_padding(logits)
+            return logits if mode is None else with_padding(logits, head.padded)
 
         return UnmadeLogits.of(rows, len(weight), make, (_read_in_backward(total, head.weight), count))
 

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
-from colossal_lite.parallel.tensor_1d_layers import SharedHead
+from colossal_lite.parallel.tensor_1d_layers import SharedHead, with_padding
 from colossal_lite.transforms.saved_results import save_for_recompute
 from colossal_lite.transforms.split_backward import WeightGradStore, add_bias, deliver
 
@@ -204,35 +203,23 @@ class GridNorm(nn.Module):
 class GridLinear(nn.Module):
     """x [B, T, D_in] -> y [B, T, D_out], this rank's parts; weight [D_out, D_in], or its transpose if `transposed`.
 
-    The last `padded` outputs are padding, and get the least number of the dtype.  With `shared`, each rank of `heads`
-    has the rows of all key heads and uses one head.  `q_rows`: rows of a fused weight that are cut.
+    The last `padded` outputs are padding, and get the least number of the dtype.  `shared`: the rows that are used of
+    those held.
     """
 
     def __init__(
         self, cut: ProductSpec, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool = False,
-        padded: int = 0, shared: SharedHead | None = None, q_rows: int = 0, heads: Communicator | None = None,
+        padded: int = 0, shared: SharedHead | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.weight_grad_store: WeightGradStore | None = None
-        self.cut, self.transposed, self.padded = cut, transposed, padded
-        self.shared, self.q_rows, self.heads = shared, q_rows, heads
+        self.cut, self.transposed, self.padded, self.shared = cut, transposed, padded, shared
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._used(self.weight.t() if self.transposed else self.weight)
+        weight, bias = self.weight.t() if self.transposed else self.weight, self.bias
+        if self.shared is not None:
+            weight, bias = self.shared.used_rows(weight, bias)
         y = product(x, weight, self.cut, self.weight_grad_store)
-        y = y if self.bias is None else add_bias(y, self._used(self.bias), self.weight_grad_store)
-        if not self.padded:
-            return y
-        real = y[..., : y.shape[-1] - self.padded]
-        return F.pad(real, (0, self.padded), value=torch.finfo(y.dtype).min)
-
-    def _used(self, rows: Tensor) -> Tensor:
-        if self.shared is None:
-            return rows
-        if not self.q_rows:
-            return self.shared.rows_of(rows)
-        assert self.heads is not None
-        q, keys = rows[: self.q_rows], autograd_collectives.copy(rows[self.q_rows :], self.heads)
-        k, v = keys.chunk(2)
-        return torch.cat((q, self.shared.rows_of(k), self.shared.rows_of(v)))
+        y = y if bias is None else add_bias(y, bias, self.weight_grad_store)
+        return with_padding(y, self.padded)

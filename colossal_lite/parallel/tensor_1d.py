@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from colossal_lite.config.parallel_schema import ModelFacts, TensorConfig
 from colossal_lite.distributed import autograd_collectives
+from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Dropout, Rows
@@ -55,7 +56,6 @@ from colossal_lite.parallel.tensor_1d_layers import (
     PositionEmbedding,
     RowwiseLinear,
     SharedHead,
-    SharedKeysLinear,
     Tensor1D,
     VocabularyEmbedding,
     gather_from_sequence_region,
@@ -362,8 +362,7 @@ class TensorParallel1D(Swap):
                 )
             options["blocks"] = tuple(math.prod(each.size for each in block) for block in dim)
         if role.detail in ("qkv", "kv") and heads is not None and heads.key < mode.size:
-            shared, q_rows = shared_head(rows, role, heads, mode.size, mode.coord)
-            return SharedKeysLinear(shared, mode, weight, bias, q_rows=q_rows, **options)
+            options["shared"] = shared_head(rows, role, heads, mode.comm)
         return ColwiseLinear(mode, weight, bias, **options)
 
     def _cut(self, parameter: nn.Parameter | None, dims: tuple[Dim, ...], factor: str) -> Any:
@@ -376,12 +375,12 @@ class TensorParallel1D(Swap):
         return self._cut(parameter, (rows, *dims_of(parameter.shape[1:])), "vocabulary")
 
 
-def shared_head(rows: int, role: Role, heads: Heads, parts: int, part: int) -> tuple[SharedHead, int]:
-    """The key head that one part of the queries shares. Also the rows of q in a fused weight, 0 without q."""
-    is_fused = role.detail == "qkv"
+def shared_head(rows: int, role: Role, heads: Heads, comm: Communicator) -> SharedHead:
+    """The key head that this rank's part of the queries uses, of a linear of so many rows."""
+    is_fused, parts = role.detail == "qkv", comm.size
     width = rows // (heads.query + 2 * heads.key if is_fused else heads.key)
-    shared = SharedHead(part * heads.key // parts, heads.key, width)
-    return shared, heads.query // parts * width if is_fused else 0
+    q_rows = heads.query // parts * width if is_fused else 0
+    return SharedHead(comm, comm.coord * heads.key // parts, width, q_rows)
 
 
 def _around(

@@ -79,26 +79,56 @@ class Tensor1D:
 # ---- the layers ----
 
 
+@dataclass(frozen=True)
+class SharedHead:
+    """Rows of k or v where there are fewer heads than ranks: all are held, one head is used.
+
+    With `q_rows` they are of a fused [q | k | v], and only the rows of q are cut.
+    """
+
+    comm: Communicator
+    """The ranks that hold them."""
+    head: int
+    head_width: int
+    q_rows: int = 0
+
+    def used_rows(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Of a weight [rows, D_in] and a bias [rows]."""
+        return self._used(weight), None if bias is None else self._used(bias)
+
+    def _used(self, rows: Tensor) -> Tensor:
+        own = slice(self.head * self.head_width, (self.head + 1) * self.head_width)
+        if not self.q_rows:
+            return rows[own]
+        # One parameter, two kinds of rows: the sum that a replicated parameter gets later is taken here.
+        q, keys = rows[: self.q_rows], autograd_collectives.copy(rows[self.q_rows :], self.comm)
+        k, v = keys.chunk(2)
+        return torch.cat((q, k[own], v[own]))
+
+
 class ColwiseLinear(nn.Module):
     """Linear with its output features cut: x [B, T(/n), D_in] -> y [B, T, D_out / n].
 
     `input_is_whole`: the parent module has gathered the input already, for several such layers at once.
     `transposed`: the weight is stored [D_in, D_out], as Conv1D of Hugging Face's GPT-2 has it.
     `blocks`: sizes of the whole output's blocks, each cut by itself. With them y shows the whole sizes (`Part`).
+    `shared`: the rows that are used of those held.
     """
 
     def __init__(
         self, mode: Tensor1D, weight: nn.Parameter, bias: nn.Parameter | None, *, input_is_whole: bool = False,
-        transposed: bool = False, blocks: tuple[int, ...] = (),
+        transposed: bool = False, blocks: tuple[int, ...] = (), shared: SharedHead | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.blocks = blocks
+        self.blocks, self.shared = blocks, shared
         self.weight_grad_store: WeightGradStore | None = None
         self.mode, self.input_is_whole, self.transposed = mode, input_is_whole, transposed
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.used_parameters()
+        weight, bias = self.weight.t() if self.transposed else self.weight, self.bias
+        if self.shared is not None:
+            weight, bias = self.shared.used_rows(weight, bias)
         if self.input_is_whole:
             y = linear(local(x), weight, bias, self.weight_grad_store)
         else:
@@ -108,45 +138,6 @@ class ColwiseLinear(nn.Module):
         size, mode = sum(self.blocks), self.mode
         cut = Cut(x.dim() - 1, size, (size,), mode.coord, mode.size)
         return Part.of(y, mode.comm, cut.on(cut.dim, size, self.blocks))
-
-    def used_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight [D_out, D_in] and bias [D_out] of the product."""
-        weight = self.weight.t() if self.transposed else self.weight
-        return self.used_rows(weight), None if self.bias is None else self.used_rows(self.bias)
-
-    def used_rows(self, rows: Tensor) -> Tensor:
-        return rows
-
-
-@dataclass(frozen=True)
-class SharedHead:
-    """Which of the key heads, all of them held here, this rank's queries use."""
-
-    head: int
-    heads: int
-    head_width: int
-
-    def rows_of(self, keys: Tensor) -> Tensor:
-        return keys[self.head * self.head_width : (self.head + 1) * self.head_width]
-
-
-class SharedKeysLinear(ColwiseLinear):
-    """Rows of k or v where there are fewer heads than ranks: all are held, one head is used.
-
-    With `q_rows` it is a fused [q | k | v], and only the rows of q are cut.
-    """
-
-    def __init__(self, shared: SharedHead, *args: Any, q_rows: int = 0, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.shared, self.q_rows = shared, q_rows
-
-    def used_rows(self, rows: Tensor) -> Tensor:
-        if not self.q_rows:
-            return self.shared.rows_of(rows)
-        # One parameter, two kinds of rows: the sum that a replicated parameter gets later is taken here.
-        q, keys = rows[: self.q_rows], autograd_collectives.copy(rows[self.q_rows :], self.mode.comm)
-        k, v = keys.chunk(2)
-        return torch.cat((q, self.shared.rows_of(k), self.shared.rows_of(v)))
 
 
 class RowwiseLinear(nn.Module):
@@ -263,14 +254,15 @@ class Head(ColwiseLinear):
         self.padded = padded
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.with_padding(super().forward(x))
+        return with_padding(super().forward(x), self.padded)
 
-    def with_padding(self, logits: Tensor) -> Tensor:
-        """Logits [B, T, V / n] of which the padded ones are the least number."""
-        if not self.padded:
-            return logits
-        real = logits[..., : logits.shape[-1] - self.padded]
-        return F.pad(real, (0, self.padded), value=torch.finfo(logits.dtype).min)
+
+def with_padding(logits: Tensor, padded: int) -> Tensor:
+    """Logits [..., V] of which the last `padded` are the least number of their dtype."""
+    if not padded:
+        return logits
+    real = logits[..., : logits.shape[-1] - padded]
+    return F.pad(real, (0, padded), value=torch.finfo(logits.dtype).min)
 
 
 def gather_from_sequence_region(x: Tensor, mode: Tensor1D) -> Tensor:

@@ -314,11 +314,10 @@ class TensorParallelGrid(Swap):
             () if factor is None else ((lie.outputs.axis, Shard(factor)),),
             (*lie.bias_terms, *shared_terms),
         )
-        options: dict[str, Any] = {}
+        shared = None
         if role.detail in ("qkv", "kv") and heads is not None and heads.key < parts:
-            shared, q_rows = shared_head(rows, role, heads, parts, lie.outputs.coord)
-            options = dict(shared=shared, q_rows=q_rows, heads=lie.outputs)
-        return GridLinear(lie.cut, weight, bias, transposed=transposed, **options)
+            shared = shared_head(rows, role, heads, lie.outputs)
+        return GridLinear(lie.cut, weight, bias, transposed=transposed, shared=shared)
 
     def _head(self, module: Any) -> nn.Module:
         lie = self.lie(Role("lm_head"))

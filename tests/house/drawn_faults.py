@@ -130,8 +130,10 @@ def _positions_one_on(original: Any, self: Any, positions: Tensor) -> Tensor:
     return original(self, positions.roll(1, -1))
 
 
-def _next_share(original: Any, rows: int, role: Any, heads: Any, parts: int, part: int) -> Any:
-    return original(rows, role, heads, parts, (part + 1) % parts)
+def _next_share(original: Any, rows: int, role: Any, heads: Any, comm: Any) -> Any:
+    return replace(
+        original(rows, role, heads, comm), head=(comm.coord + 1) % comm.size * heads.key // comm.size
+    )
 
 
 def _other_tokens(original: Any, self: Any, whole: Tensor, dim: int) -> Tensor:
