@@ -10,7 +10,7 @@ this rank, and one all-gather and one broadcast a tensor.  The ledger does not c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
@@ -140,7 +140,7 @@ class FullState:
             for name, target in self._weights.state_dict().items():
                 value = to_device(state[name], target.device)
                 if name in first:
-                    value = cut_values(self._specs[first[name]], layout, coords, _reader(value))
+                    value = cut_values(self._specs[first[name]], layout, coords, value)
                 if first.get(name) in chunked:
                     chunk, entry = chunked[first[name]]
                     with self._optimizer.at_hand(chunk, write=True):
@@ -248,11 +248,6 @@ def _misfits(own: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]) ->
         if own[name] != tuple(state[name].shape)
     ]
     return sorted(faults)
-
-
-def _reader(value: Tensor) -> Callable[[int, int], Tensor]:
-    flat = value.reshape(-1)
-    return lambda start, stop: flat[start:stop]
 
 
 def own_config(model: nn.Module) -> dict[str, Any] | None:

@@ -12,7 +12,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -257,22 +256,19 @@ def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
     setattr(module.get_submodule(parent), child, layer)
 
 
-def cut_values(
-    spec: ShardSpec, layout: MeshLayout, coords: Mapping[str, int], fetch: Callable[[int, int], Tensor]
-) -> Tensor:
-    """This rank's part of a tensor given by `fetch(start, stop)` of its flattened elements; padding is zero.
-
-    Only the rows that the rank holds are ever fetched.
-    """
-    shape = spec.local_shape(layout)
-    return cut_range(spec, layout, coords, fetch, 0, math.prod(shape)).view(shape)
+def cut_values(spec: ShardSpec, layout: MeshLayout, coords: Mapping[str, int], whole: Tensor) -> Tensor:
+    """This rank's part of a tensor of the spec's shape; padding is zero."""
+    flat, shape = whole.reshape(-1), spec.local_shape(layout)
+    part = cut_range(spec, layout, coords, lambda start, stop: flat[start:stop], 0, math.prod(shape))
+    return part.view(shape)
 
 
 def cut_range(
     spec: ShardSpec, layout: MeshLayout, coords: Mapping[str, int], fetch: Callable[[int, int], Tensor],
     start: int, stop: int,
 ) -> Tensor:  # fmt: skip
-    """Elements [start, stop) of this rank's flattened part; see `cut_values`. Only their rows are fetched."""
+    """Elements [start, stop) of this rank's flattened part of a tensor given by `fetch(start, stop)` of its flattened
+    elements; padding is zero. Only their rows are fetched."""
     if not spec.sharding_axes:
         return fetch(start, stop)
     shape = spec.local_shape(layout)
@@ -300,8 +296,7 @@ def fill_placeholders(
     real: dict[int, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters()):
         if parameter.is_meta:
-            fetch = partial(_part, originals[name].detach().reshape(-1))
-            value = cut_values(specs[name], mesh.layout, mesh.coords, fetch)
+            value = cut_values(specs[name], mesh.layout, mesh.coords, originals[name].detach())
             real[id(parameter)] = nn.Parameter(
                 value.contiguous().clone(), requires_grad=parameter.requires_grad
             )
@@ -309,7 +304,3 @@ def fill_placeholders(
         for name, held in owner.named_parameters(recurse=False):
             if id(held) in real:
                 setattr(owner, name, real[id(held)])
-
-
-def _part(flat: Tensor, start: int, stop: int) -> Tensor:
-    return flat[start:stop]

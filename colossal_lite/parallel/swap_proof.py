@@ -322,8 +322,8 @@ class _Rank:
             local = torch.zeros_like(own) if own.grad is None else own.grad.clone()
             if axes := spec.sync_axes(self.mesh.layout):
                 local = self.mesh.axis(*axes).all_reduce(local.contiguous())
-            whole = (_zeros(spec) if expected is None else expected).reshape(-1)
-            right = cut_values(spec, self.mesh.layout, self.mesh.coords, partial(_elements, whole))
+            whole = torch.zeros(spec.shape, dtype=torch.float64) if expected is None else expected
+            right = cut_values(spec, self.mesh.layout, self.mesh.coords, whole)
             bound = TOLERANCE * (float(right.norm()) + 0.01 * largest)
             if not float((local - right).norm()) <= bound:
                 wrong[name] = f"{float(local.norm()):.4g} for {float(right.norm()):.4g}"
@@ -342,14 +342,6 @@ def _last(labels: Tensor, logits: Tensor) -> Tensor:
     if logits.dim() == 2 and len(logits) == len(labels):
         return labels[:, -1]
     return labels[:, labels.shape[1] - logits.shape[1] :] if logits.dim() == 3 else labels
-
-
-def _zeros(spec: ShardSpec) -> Tensor:
-    return torch.zeros(spec.shape, dtype=torch.float64)
-
-
-def _elements(flat: Tensor, start: int, stop: int) -> Tensor:
-    return flat[start:stop]
 
 
 def words(samples: int, tokens: int, vocabulary: int, padding: Sequence[int]) -> Batch:

@@ -56,8 +56,8 @@ FAULTS: dict[str, tuple[str, Any]] = {
     ),
     "a neighbour's values": (
         "cut_values",
-        lambda original, spec, layout, coords, fetch: original(
-            spec, layout, {**coords, "tensor": 1 - coords["tensor"]}, fetch
+        lambda original, spec, layout, coords, whole: original(
+            spec, layout, {**coords, "tensor": 1 - coords["tensor"]}, whole
         ),
     ),
 }  # fmt: skip
