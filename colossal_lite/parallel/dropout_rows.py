@@ -9,7 +9,7 @@ fitted to the tensor by its shape (`Rows.fitted`), or refuse it.  An adapter's o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from colossal_lite.kernels import Dropout, Rows
 from colossal_lite.models import GPT
 from colossal_lite.numerics.functional_dropout import FunctionalDropout, may_draw
 from colossal_lite.numerics.random import DropoutStreams
-from colossal_lite.parallel.layer_swap import ancestors, heads_of
+from colossal_lite.parallel.layer_swap import ancestors, heads_around
 from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.swap_checks import is_transposed
 from colossal_lite.parallel.tensor_modes import LocalRows
@@ -66,10 +66,22 @@ def cut_linears(module: nn.Module, roles: Mapping[str, Role]) -> tuple[CutLinear
         linear: Any = module.get_submodule(name)
         if role.name not in ("colwise", "lm_head") or getattr(linear, "weight", None) is None:
             continue
-        owner = next((a for a in ancestors(name) if roles.get(a, Role("")).name == "attention"), None)
-        heads = heads_of(module.get_submodule(owner), owner).query if owner else None
-        found.append(CutLinear(name, role, linear.weight.shape[int(is_transposed(linear))], heads))
+        heads = heads_around(module, roles, name)
+        features = linear.weight.shape[int(is_transposed(linear))]
+        found.append(CutLinear(name, role, features, None if heads is None else heads.query))
     return tuple(found)
+
+
+def note_places(
+    module: nn.Module, roles: Mapping[str, Role], cut: Iterable[str], note: Callable[[str], None]
+) -> None:
+    """Have `note` called where activations become cut differently than the residual stream: with the name of each
+    linear of `cut` behind it, and with "" where a row-wise linear or a block begins."""
+    for name in cut:
+        module.get_submodule(name).register_forward_hook(lambda *_, name=name: note(name))
+    for name, role in roles.items():
+        if role.name in ("rowwise", "block"):
+            module.get_submodule(name).register_forward_pre_hook(lambda *_: note(""))
 
 
 def rows_behind(
@@ -78,18 +90,7 @@ def rows_behind(
 ) -> LocalRows:  # fmt: skip
     """`local_rows` of a model whose layers are swapped, which also knows the layers after its linears."""
     behind = {linear.name: linear for linear in linears}
-
-    def enter(name: str, *_: Any) -> None:
-        streams.behind = name
-
-    def leave(*_: Any) -> None:
-        streams.behind = ""
-
-    for name in behind:
-        module.get_submodule(name).register_forward_hook(partial(enter, name))
-    for name, role in roles.items():
-        if role.name in ("rowwise", "block"):
-            module.get_submodule(name).register_forward_pre_hook(leave)
+    note_places(module, roles, behind, partial(setattr, streams, "behind"))
     adapters = {name for name, role in roles.items() if role.name == "adapter"}
 
     def outside(name: str, rows: Callable[..., Rows]) -> Callable[[], Rows]:

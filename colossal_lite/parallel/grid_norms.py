@@ -20,7 +20,7 @@ from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.parallel.grid_layers import GridNorm
 from colossal_lite.parallel.small_copy import Wide
-from colossal_lite.parallel.swap_checks import has_forward_of, hook_faults
+from colossal_lite.parallel.swap_checks import has_forward_of, has_hooks
 from colossal_lite.parallel.swap_proof import TOLERANCE
 
 EPS = ("eps", "variance_epsilon")
@@ -40,7 +40,7 @@ def norm_kind(module: Any) -> NormKind | None:
     weight = module._parameters.get("weight")
     eps = next((getattr(module, a) for a in EPS if hasattr(module, a)), None)
     has_others = bool(set(dict(module.named_parameters())) - {"weight", "bias"})
-    if weight is None or weight.dim() != 1 or has_others or any(True for _ in hook_faults(module)):
+    if weight is None or weight.dim() != 1 or has_others or has_hooks(module):
         return None
     if eps is None:
         is_rms = has_forward_of(module, nn.RMSNorm)

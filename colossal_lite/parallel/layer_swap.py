@@ -247,8 +247,20 @@ def _set_heads(module: Any, heads: Heads, parts: int) -> None:
 
 
 def ancestors(name: str) -> list[str]:
+    """A module's name and those of the modules around it, the innermost first."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
+
+
+def around(roles: Mapping[str, Role], name: str, role: str) -> str | None:
+    """The innermost module of a role: the one of this name, or one around it."""
+    return next((a for a in ancestors(name) if a in roles and roles[a].name == role), None)
+
+
+def heads_around(module: nn.Module, roles: Mapping[str, Role], name: str) -> Heads | None:
+    """Heads of the attention around a module of this name, if it is in one."""
+    owner = around(roles, name, "attention")
+    return heads_of(module.get_submodule(owner), owner) if owner else None
 
 
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:

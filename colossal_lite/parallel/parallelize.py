@@ -38,6 +38,7 @@ from colossal_lite.parallel.dropout_rows import (
     cut_linears,
     in_several_places,
     is_known,
+    note_places,
     rows_behind,
 )
 from colossal_lite.parallel.fused_head import FusedHead, UnmadeLogits, fuse_head, head_of
@@ -54,14 +55,13 @@ from colossal_lite.parallel.plan_proof import (
     parts_of,
     swapped_at,
 )
-from colossal_lite.parallel.replicated import Serial
+from colossal_lite.parallel.replicated import serial, tied_names
 from colossal_lite.parallel.roles import ROLES, Role, assign_roles, known_plan, with_new_names
 from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops, sees_whole_sequences
 from colossal_lite.parallel.small_copy import LENGTH_NAMES, NoCopyError, frozen_heap, table_roles
 from colossal_lite.parallel.tensor_modes import (
     Form,
     LocalRows,
-    ModeResult,
     TensorStrategy,
     mode_file,
     mode_of,
@@ -153,7 +153,7 @@ def parallelize(
     )  # fmt: skip
     lengths = _length_proofs(module, mesh, chosen, roles, form, sequence_mode, padding, criterion)
     if mesh.size("tensor") == 1:
-        made = _serial(module)
+        made = serial(module)
     else:
         linears = () if is_known(module) else cut_linears(module, roles)
         made = mode_file(mode_of(mesh)).swap_layers(module, mesh, roles, form)
@@ -244,25 +244,15 @@ def _share(share_at: Callable[[str], Share], sequence: int, name: str) -> Share:
 def _watch_pairs(module: nn.Module, roles: Mapping[str, Role], auxiliary: AuxiliaryLosses) -> None:
     """Record where activations are cut differently than the residual stream: from the shared input of several
     column-wise linears, or the output of one, to the row-wise linear; and behind the head."""
-
-    def enter(name: str, *_: Any) -> None:
-        auxiliary.behind = name
-
-    def leave(*_: Any) -> None:
-        auxiliary.behind = ""
-
     if not modules_of(module):
         return
+    note = partial(setattr, auxiliary, "behind")
+    cut = [name for name, role in roles.items() if role.name in ("colwise", "lm_head")]
+    note_places(module, roles, cut, note)
     firsts = Counter(name.rpartition(".")[0] for name, role in roles.items() if role.name == "colwise")
-    for name, role in roles.items():
-        owner = module.get_submodule(name)
-        if role.name in ("colwise", "lm_head"):
-            owner.register_forward_hook(partial(enter, name))
-        elif role.name in ("rowwise", "block"):
-            owner.register_forward_pre_hook(leave)
-    for door, count in firsts.items():
-        if count > 1:
-            module.get_submodule(door).register_forward_pre_hook(partial(enter, f"the inputs of {door}"))
+    for door in [door for door, count in firsts.items() if count > 1]:
+        owner = module.get_submodule(door)
+        owner.register_forward_pre_hook(lambda *_, door=door: note(f"the inputs of {door}"))
 
 
 def _check_sequence(
@@ -296,12 +286,6 @@ def _roles_of_copy(module: nn.Module) -> Mapping[str, Role]:
         with suppress(ValueError):  # a linear may stand deeper in a module around it
             return assign_roles(with_adapters(known[1], module), *_names(module))
     return roles_by_shape(module)
-
-
-def _serial(module: nn.Module) -> ModeResult:
-    strategy, ties = Serial(), tied_names(module)
-    specs = {n: strategy.spec(n, tuple(p.shape), ties.get(n)) for n, p in module.named_parameters()}
-    return strategy, specs, lambda name, rows: rows, lambda name: Share()
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -435,14 +419,3 @@ def _sees_later_tokens(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
     stated = [getattr(config, name, None) for name in FACT_NAMES["causal"]]
     return False in stated or any(type(part).__name__.endswith("ForMaskedLM") for part in module.modules())
-
-
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """First name -> itself, for each parameter that has several names: the name of its tie group."""
-    seen: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        first = seen.setdefault(id(parameter), name)
-        if first != name:
-            tied[first] = first
-    return tied

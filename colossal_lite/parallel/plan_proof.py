@@ -25,7 +25,7 @@ from colossal_lite.kernels import TORCH
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.narrowing import Narrowing, narrowing
-from colossal_lite.parallel.replicated import Serial
+from colossal_lite.parallel.replicated import serial
 from colossal_lite.parallel.roles import DETAILS, PLANS, Role
 from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops, sees_whole_sequences
 from colossal_lite.parallel.small_copy import (
@@ -38,7 +38,7 @@ from colossal_lite.parallel.small_copy import (
     small_copy,
     table_roles,
 )
-from colossal_lite.parallel.swap_checks import HOOKS, has_forward_of
+from colossal_lite.parallel.swap_checks import has_forward_of, has_hooks
 from colossal_lite.parallel.swap_proof import (
     SEED,
     Difference,
@@ -53,7 +53,6 @@ from colossal_lite.parallel.swap_proof import (
 )
 from colossal_lite.parallel.tensor_modes import Form, ModeResult, mode_file, mode_of
 from colossal_lite.sharding.mesh_layout import MeshLayout
-from colossal_lite.transforms.auxiliary_loss import Share
 
 T = TypeVar("T")
 MOST_SIDES = {1: 4, 2: 3, 3: 2}
@@ -265,11 +264,10 @@ def check_sequence(
 
 def _across(mode: str, module: nn.Module, rank: Mesh) -> ModeResult:
     """Have a copy see one rank's tokens."""
-    plain = Serial()
+    plain, specs, rows, share = serial(module)
     strategy, ops = across_sequence(module, rank, mode, plain, TORCH)
     give_ops(module, ops)
-    specs = {name: plain.spec(name, tuple(p.shape)) for name, p in module.named_parameters()}
-    return strategy, specs, lambda name, rows: rows, lambda name: Share()
+    return strategy, specs, rows, share
 
 
 def swapped_at(mesh: Mesh, form: Form, criterion: ModelLoss | None, small: SmallCopy, tokens: int) -> str:
@@ -446,7 +444,7 @@ def is_our_own(model: nn.Module, plan: Mapping[str, str]) -> bool:
     return all(
         (type(module) in OUR_PARTS or type(module).__module__.startswith("colossal_lite."))
         and "forward" not in module.__dict__
-        and not any(getattr(module, kind) for kind in HOOKS)
+        and not has_hooks(module)
         for module in model.modules()
     ) and isinstance(model.config, GPTConfig)
 

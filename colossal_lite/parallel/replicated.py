@@ -7,24 +7,20 @@ there.  Nothing else is communicated.  Bytes per step: one all-reduce of the gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import Ops
-from colossal_lite.sharding.shard_spec import Partial, ShardSpec, dims_of
+from colossal_lite.parallel.layer_swap import TOKENS_CUT
+from colossal_lite.parallel.tensor_modes import ModeResult
+from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
+from colossal_lite.transforms.auxiliary_loss import Share
 
 
 class Serial:
     """Whole layers on every rank of the tensor axis, which has one."""
 
     name = "serial"
-
-    def spec(self, name: str, shape: Sequence[int], tie: str | None = None) -> ShardSpec:
-        """Replicated value, gradient partial over the axes that cut the batch and the sequence."""
-        cuts_tokens = tuple((axis, Partial) for axis in ("data", "sequence"))
-        return ShardSpec(name, dims_of(shape), gradient=cuts_tokens, tie=tie)
 
     def cross_entropy(self, ops: Ops, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of the token losses and number of labels that are not -100. logits [B, T, V], labels [B, T]."""
@@ -42,3 +38,24 @@ class Serial:
 
     def whole_batch(self, logits: Tensor) -> Tensor:
         return logits
+
+
+def serial(module: nn.Module) -> ModeResult:
+    """A module as it is: values replicated, gradients partial over the axes that cut the batch and the sequence."""
+    ties = tied_names(module)
+    specs = {
+        name: ShardSpec(name, dims_of(p.shape), gradient=TOKENS_CUT, tie=ties.get(name))
+        for name, p in module.named_parameters()
+    }
+    return Serial(), specs, lambda name, rows: rows, lambda name: Share()
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """First name -> itself, for each parameter that has several names: the name of its tie group."""
+    seen: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = seen.setdefault(id(parameter), name)
+        if first != name:
+            tied[first] = first
+    return tied

@@ -110,6 +110,11 @@ def position_faults(module: nn.Module) -> Iterator[str]:
         yield f"padding_idx={module.padding_idx}"
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its forward or backward."""
+    return any(getattr(module, kind) for kind in HOOKS)
+
+
 def hook_faults(module: nn.Module) -> Iterator[str]:
     """Hooks that a layer in the module's place would not run."""
     yield from (words for kind, words in HOOKS.items() if getattr(module, kind))

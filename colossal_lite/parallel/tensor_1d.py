@@ -40,7 +40,8 @@ from colossal_lite.parallel.layer_swap import (
     Heads,
     Swap,
     ancestors,
-    heads_of,
+    around,
+    heads_around,
     oriented,
     output_rows,
     padded,
@@ -136,7 +137,7 @@ class TensorParallel1D(Swap):
 
     def mode_at(self, name: str) -> Tensor1D:
         """The mode for a module: with `embedding:whole` activations are cut within blocks only."""
-        is_inside = any(self.roles.get(a, Role("")).name == "block" for a in ancestors(name))
+        is_inside = around(self.roles, name, "block") is not None
         if is_inside or not any(role == Role("embedding", "whole") for role in self.roles.values()):
             return self.mode
         return replace(self.mode, sequence_parallel=False)
@@ -265,23 +266,19 @@ class TensorParallel1D(Swap):
         base: Any = self.module.get_submodule(found.base)
         inputs = base.weight.shape[int(not is_transposed(base))]
         drops = any(isinstance(m, Dropout | nn.Dropout) for m in module.modules())
-        ranks = {self._parameter_at(full).shape[0] for full in found.down}
+        ranks = {self.module.get_parameter(full).shape[0] for full in found.down}
         if found.role.name == "rowwise" and drops and inputs // self.mode.size in ranks:
             return [
                 f"{name}: its rank is the size of its part of the input, {inputs} / {self.mode.size}; dropout "
                 f"in it could not tell the two apart; legal: another rank, or no dropout"
             ]
-        heads = self._heads_at(found.base)
+        heads = heads_around(self.module, self.roles, found.base)
         if found.role.detail in ("qkv", "kv") and heads is not None and heads.key < self.mode.size:
             return [
                 f"{name}: an adapter on {heads.key} key heads that {self.mode.size} ranks share is not built; "
                 f"legal: tensor up to {heads.key}, or no adapter on keys and values"
             ]
         return []
-
-    def _heads_at(self, name: str) -> Heads | None:
-        owners = [a for a in ancestors(name) if self.roles.get(a, Role("")).name == "attention"]
-        return heads_of(self.module.get_submodule(owners[0]), owners[0]) if owners else None
 
     def _adapt(self, adapter: Adapter, module: nn.Module, mode: Tensor1D) -> None:
         """Cut the factors as the base is cut; behind a `rowwise`, sum base and pair together."""
@@ -291,11 +288,12 @@ class TensorParallel1D(Swap):
             (adapter.up, adapter.down) if adapter.role.name == "colwise" else (adapter.down, adapter.up)
         )
         for full in whole:
-            self.parameter(self._parameter_at(full), gradient=((AXIS, Partial),))
+            self.parameter(self.module.get_parameter(full), gradient=((AXIS, Partial),))
         for full in cut:
-            factor = self._parameter_at(full)
+            factor = self.module.get_parameter(full)
             if adapter.role.name == "colwise":
-                rows, name = output_rows(outputs, adapter.role, self._heads_at(adapter.base), mode.size)
+                heads = heads_around(self.module, self.roles, adapter.base)
+                rows, name = output_rows(outputs, adapter.role, heads, mode.size)
                 assert name is not None, "refused: key heads that ranks share"
                 local = self._cut(factor, (rows, plain("rank", factor.shape[1])), name)
             else:
@@ -312,9 +310,6 @@ class TensorParallel1D(Swap):
                 return y if bias is None else y + bias
 
             module.register_forward_hook(finish)
-
-    def _parameter_at(self, full: str) -> nn.Parameter:
-        return self.module.get_parameter(full)
 
     def local_rows(self, name: str, rows: Callable[..., Rows]) -> Callable[[], Rows]:
         """The counters of a dropout: of the tokens, or of the features in an adapter, that it sees here."""

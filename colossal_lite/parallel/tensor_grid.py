@@ -32,7 +32,7 @@ from colossal_lite.parallel.grid_norms import NormKind, key_of, norm_kind, on_wh
 from colossal_lite.parallel.layer_swap import (
     Heads,
     Swap,
-    ancestors,
+    around,
     oriented,
     output_rows,
     padded,
@@ -242,9 +242,6 @@ class TensorParallelGrid(Swap):
             faults.append(f"{name}: a {role.name} that holds modules of its own cannot be cut in 2D or 3D")
         return faults
 
-    def _is_in_attention(self, name: str) -> bool:
-        return any(self.roles.get(a, Role("")).name == "attention" for a in ancestors(name))
-
     def _divisions(self, role: Role, module: Any, weight: Tensor) -> Iterable[tuple[str, int, int]]:
         """(what, size, parts) of everything that is cut without padding, and is not heads."""
         match role.name:
@@ -273,7 +270,8 @@ class TensorParallelGrid(Swap):
                 return self._norm(module, features)
             case "replicate":
                 self.replicated(module, (*terms_of(self.stream), *self.stream_terms))
-                if not self._is_in_attention(name) and not any(True for _ in module.children()):
+                is_in_attention = around(self.roles, name, "attention") is not None
+                if not is_in_attention and not any(True for _ in module.children()):
                     on_whole_features(module, self.stream)
         kept: nn.Module = module
         return kept

@@ -17,6 +17,8 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import Dropout
 from colossal_lite.models import GPT
 from colossal_lite.numerics.torch_modes import naming_transforms
+from colossal_lite.parallel.layer_swap import ancestors
+from colossal_lite.parallel.swap_checks import has_hooks
 from colossal_lite.pipeline.model_units import Carried, Sections, WholeSections, costs_of, sections_of
 from colossal_lite.pipeline.partition import Partition, PartitionFacts, Unit, partition
 from colossal_lite.pipeline.runtime import flat
@@ -132,13 +134,13 @@ def lay_out(
     homes: dict[str, set[int]] = {name: set() for name in first.values()}
     lost = []
     for name, tensor in model.state_dict(keep_vars=True).items():
-        stages = next((stages_of[a] for a in _ancestors(name) if a in stages_of), set())
+        stages = next((stages_of[a] for a in ancestors(name) if a in stages_of), set())
         if id(tensor) in first:
             homes[first[id(tensor)]] |= stages
         elif not stages and isinstance(sections, TracedSections):  # a buffer that every stage keeps
             homes[name] = set(range(len(cut.bounds)))
         lost += [] if stages or homes.get(name) else [name]
-    lost += [name for name in modules_of(model) if not any(a in stages_of for a in _ancestors(name))]
+    lost += [name for name in modules_of(model) if not any(a in stages_of for a in ancestors(name))]
     if lost:
         raise ValueError(
             f"parallel.pipeline: {', '.join(lost[:3])} of {type(model).__name__} is under none of its units; each "
@@ -180,10 +182,7 @@ def check_hooks(model: nn.Module) -> None:
     blocks of ours, which may be cut between their halves."""
     blocks = model.blocks if isinstance(model, GPT) else ()
     for module in (model, *blocks):
-        kinds = (
-            "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-        )  # fmt: skip
-        if any(getattr(module, kind) for kind in kinds):
+        if has_hooks(module):
             name = next(name for name, each in model.named_modules() if each is module) or "the model itself"
             raise ValueError(
                 f"parallel.pipeline: a forward or backward hook on {name} ({type(module).__name__}) is not run, or "
@@ -197,7 +196,7 @@ def _check_shared(model: nn.Module, stages_of: Mapping[str, set[int]]) -> None:
     for name, module in model.named_modules(remove_duplicate=False):
         counts = isinstance(module, Dropout) and module.p > 0
         if counts or is_over_the_batch(module):
-            for stage in next((stages_of[a] for a in _ancestors(name) if a in stages_of), set()):
+            for stage in next((stages_of[a] for a in ancestors(name) if a in stages_of), set()):
                 places.setdefault(id(module), {}).setdefault(stage, name)
     for found in places.values():
         if len(found) > 1:
@@ -234,8 +233,3 @@ def drop_other_stages(model: nn.Module, stages: Stages) -> None:
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     parent, _, child = name.rpartition(".")
     return model.get_submodule(parent), child
-
-
-def _ancestors(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]

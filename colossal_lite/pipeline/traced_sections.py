@@ -35,6 +35,7 @@ from colossal_lite.pipeline.unit_trace import (
     UnitsError,
     UnitTrace,
     bare_copy,
+    keeping_modes,
     trace_units,
 )
 
@@ -120,15 +121,12 @@ def traced(model: nn.Module) -> TracedSections:
 
 def _prove(copy: TracedCopy, sections: TracedSections) -> None:
     """Run the units of a copy one by one, and raise UnitsError where they are not the model."""
-    alone, modes = sections.on(copy.model), {module: module.training for module in copy.model.modules()}
-    try:
+    alone = sections.on(copy.model)
+    with keeping_modes(copy.model):
         for trains in (True, False):
             copy.model.train(trains)
             with copy.running() as ids, torch.set_grad_enabled(trains):
                 _prove_mode(copy, alone, ids)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _prove_mode(copy: TracedCopy, alone: TracedSections, ids: Tensor) -> None:

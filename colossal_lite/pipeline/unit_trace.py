@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 
 from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.torch_modes import READ_NO_VALUES, storage_of, tensors_in
+from colossal_lite.parallel.layer_swap import ancestors
 from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
     NoCopyError,
@@ -39,6 +40,7 @@ from colossal_lite.parallel.small_copy import (
     small_copy,
     table_roles,
 )
+from colossal_lite.parallel.swap_checks import has_hooks
 from colossal_lite.transforms.activation_checkpoint import blocks_of
 
 Argument = int | str
@@ -170,21 +172,28 @@ def bare_copy(model: nn.Module) -> nn.Module:
         raise UnitsError(f"parallel.pipeline: {type(model).__name__} cannot be copied: {error}") from error
 
 
+@contextmanager
+def keeping_modes(model: nn.Module) -> Iterator[None]:
+    """Context: each module is in its mode (training or not) again behind it."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def _watched(copy: TracedCopy, blocks: Sequence[str]) -> UnitTrace:
     """What a forward shows of its units, in evaluation and in training. Raises UnitsError, or what the model's own code
     raises."""
     model = copy.model
     watches = []
-    modes = {module: module.training for module in model.modules()}
-    try:
+    with keeping_modes(model):
         for trains in (False, True):
             watch = _Watch(model.train(trains), tuple(blocks))
             with copy.running() as ids, watch.hooks(), torch.no_grad(), watch:
                 model(ids)
             watches.append(watch)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     evaluated, trained = watches
     evaluated.join(trained)
     return evaluated.result()
@@ -200,8 +209,7 @@ def _check_kinds(model: nn.Module, blocks: Sequence[str]) -> None:
                 f"legal: the module as it was before, and compile='block' in the config to compile it"
             )
         around = any(block.startswith(f"{name}.") for block in blocks)
-        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        if name and around and any(getattr(module, each) for each in kinds):
+        if name and around and has_hooks(module):
             raise UnitsError(
                 f"parallel.pipeline: a forward or backward hook on {name} ({kind}), which holds the blocks, would run "
                 f"on a part of its work; legal: hooks on the blocks, or within them"
@@ -469,15 +477,9 @@ class _Watch(TorchDispatchMode):
             owner = name.rpartition(".")[0]
             if self._block_of(name) >= 0 or owner in around:
                 continue
-            outer = next((a for a in _ancestors(owner) if a in callers), None)
+            outer = next((a for a in ancestors(owner) if a in callers), None)
             if outer is None:
-                outer = next((a for a in reversed(_ancestors(owner)) if a not in around), owner)
+                outer = next((a for a in reversed(ancestors(owner)) if a not in around), owner)
                 callers.setdefault(outer, set())
             callers[outer] |= self.readers.get(name, set())
         return {name: units or {0} for name, units in callers.items()}, around
-
-
-def _ancestors(name: str) -> list[str]:
-    """A module's name and those of the modules around it, the innermost first."""
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
