@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import Mask
 from colossal_lite.models import GPT
@@ -28,7 +29,6 @@ from colossal_lite.parallel.tensor_2d import Embedding2D
 from colossal_lite.parallel.tensor_3d import Embedding3D
 from colossal_lite.pipeline.partition import (
     FLOPS_PER_BYTE,
-    PartitionFacts,
     Unit,
     lookup_costs,
     transformer_units,
@@ -187,7 +187,7 @@ def _check_forward(module: nn.Module, kind: type[nn.Module], is_kinds: bool, cut
         )
 
 
-def costs_of(sections: Sections, model: nn.Module, facts: PartitionFacts | None) -> tuple[Unit, ...]:
+def costs_of(sections: Sections, model: nn.Module, facts: ModelFacts | None) -> tuple[Unit, ...]:
     """What each unit costs, for the partition: by formula for transformers that are known, else by its layers."""
     if isinstance(sections, GPTSections) and facts is not None:
         gated = getattr(model.config, "activation", "") == "swiglu"
@@ -201,7 +201,7 @@ def costs_of(sections: Sections, model: nn.Module, facts: PartitionFacts | None)
     return tuple(_by_layers(model, part, tokens) for part in sections.parts)
 
 
-def _matrices(model: nn.Module, block: UnitModules, facts: PartitionFacts) -> int:
+def _matrices(model: nn.Module, block: UnitModules, facts: ModelFacts) -> int:
     """Matrices of an MLP, by the elements that a block has beside its attention."""
     shapes = [p.shape for p in model.get_submodule(block.name).parameters()]
     numel = sum(shape.numel() for shape in shapes if len(shape) > 1)

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations_with_replacement, pairwise
 from math import inf
-from typing import Literal, Protocol
+from typing import Literal
 
+from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.schedule.simulator import StageCosts
 
 
@@ -39,25 +40,6 @@ class Unit:
         return self.forward + self.input + self.weight
 
 
-class PartitionFacts(Protocol):
-    """The sizes of a transformer that its costs depend on."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def ffn(self) -> int: ...
-    @property
-    def vocabulary(self) -> int: ...
-    @property
-    def sequence(self) -> int: ...
-
-
 FLOPS_PER_BYTE = 10.0
 """What a byte that is moved costs, in FLOPs. Of one core of a CPU: a linear of 768 x 3072 ran at 43 GFLOP/s. The
 gradient of a table was made and added at 3.6 GB/s; a GPU has more, and takes more tokens at once."""
@@ -77,7 +59,7 @@ def lookup_costs(tokens: float, numel: float, width: float) -> tuple[float, floa
 
 
 def transformer_units(
-    facts: PartitionFacts,
+    facts: ModelFacts,
     tokens: int,
     *,
     gated: bool = False,

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.config.pipeline_schema import PipelineConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import Dropout
@@ -20,7 +21,7 @@ from colossal_lite.numerics.torch_modes import naming_transforms
 from colossal_lite.parallel.layer_swap import ancestors
 from colossal_lite.parallel.swap_checks import has_hooks
 from colossal_lite.pipeline.model_units import Carried, Sections, WholeSections, costs_of, sections_of
-from colossal_lite.pipeline.partition import Partition, PartitionFacts, Unit, partition
+from colossal_lite.pipeline.partition import Partition, Unit, partition
 from colossal_lite.pipeline.runtime import flat
 from colossal_lite.pipeline.step_plan import StepShape, compute_plan, plans_by_placement
 from colossal_lite.pipeline.traced_sections import (
@@ -110,7 +111,7 @@ def one_stage(model: nn.Module) -> Stages:
 
 
 def lay_out(
-    model: nn.Module, facts: PartitionFacts | None, pipeline: PipelineConfig, coord: int,
+    model: nn.Module, facts: ModelFacts | None, pipeline: PipelineConfig, coord: int,
     measure: Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None = None, sections: Sections | None = None,
 ) -> Stages:  # fmt: skip
     """Assign a full model to the stages of a pipeline; nothing is changed yet.

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.pipeline.partition import (
     FLOPS_PER_BYTE,
     Partition,
@@ -22,7 +23,7 @@ from colossal_lite.schedule.simulator import StageCosts, simulate
 
 
 @dataclass(frozen=True)
-class Facts:
+class Facts(ModelFacts):
     layers: int = 6
     heads: int = 8
     kv_heads: int = 8
@@ -30,6 +31,7 @@ class Facts:
     ffn: int = 1024
     vocabulary: int = 4096
     sequence: int = 256
+    tied: bool = False
 
 
 def units(costs: list[float]) -> list[Unit]:
