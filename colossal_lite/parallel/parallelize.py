@@ -81,6 +81,7 @@ class Parallelized:
     has_dropout: bool
     auxiliary: AuxiliaryLosses
     plan: Mapping[str, str]
+    """The roles that were given or found."""
     padding: Padding
     lengths: LengthProofs | None
     """Proofs at other lengths; None where a rank sees whole sequences and sizes, or nothing runs."""

@@ -19,11 +19,10 @@ A parameter that no rank has used keeps `grad=None`; one that some rank has used
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Dropout
@@ -37,28 +36,6 @@ from colossal_lite.transforms.auxiliary_loss import modules_of
 MEMORY = "_colossal_lite_layers"
 
 
-@dataclass(frozen=True)
-class Layers:
-    """A module's parallel layers: how they lie, and what takes the loss of outputs that may be cut."""
-
-    mesh: Mesh
-    made: Parallelized
-
-    @property
-    def specs(self) -> Mapping[str, ShardSpec]:
-        """How each parameter is cut, by its first name."""
-        return self.made.specs
-
-    @property
-    def plan(self) -> Mapping[str, str]:
-        """The roles that were given or found."""
-        return self.made.plan
-
-    def cross_entropy(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum, count) over the valid labels [B, T] of this rank's data, from the logits that its module gives."""
-        return self.made.strategy.cross_entropy(self.made.ops, logits, labels)
-
-
 def parallelize(
     module: nn.Module,
     mesh: Mesh,
@@ -67,8 +44,9 @@ def parallelize(
     sequence_parallel: bool | Literal["auto"] = "auto",
     regather_inputs: bool = True,
     kernels: Literal["auto", "torch", "triton"] = "auto",
-) -> Layers:
-    """Turn `module` into this rank's part of it, in place, values included.
+) -> Parallelized:
+    """Turn `module` into this rank's part of it, in place, values included. Of the result a loop calls `cross_entropy`;
+    `specs` and `plan` say how each parameter is cut, and by which roles.
 
     The module has all its values, the same on every rank, on its final device, which decides the kernels.
     Build the optimizer afterwards, from `module.parameters()`.  Raises ValueError before anything is changed: for a
@@ -90,9 +68,8 @@ def parallelize(
         device_type=first.device.type if first is not None else "cpu",
     )
     fill_placeholders(module, originals, made.specs, mesh)
-    done = Layers(mesh, made)
-    object.__setattr__(module, MEMORY, done)
-    return done
+    object.__setattr__(module, MEMORY, (mesh, made.specs))
+    return made
 
 
 def finish_gradients(module: nn.Module) -> None:
@@ -101,19 +78,20 @@ def finish_gradients(module: nn.Module) -> None:
     Once, after the last backward of a step, before the optimizer. Raises ValueError for a module that
     `parallelize` has not seen.
     """
-    done = getattr(module, MEMORY, None)
-    if not isinstance(done, Layers):
+    if not hasattr(module, MEMORY):
         raise ValueError(
             "finish_gradients: this module is not parallel; call colossal_lite.parallelize first"
         )
+    memory: tuple[Mesh, Mapping[str, ShardSpec]] = getattr(module, MEMORY)
+    mesh, specs = memory
     buckets: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
-        axes = done.specs[name].sync_axes(done.mesh.layout)
+        axes = specs[name].sync_axes(mesh.layout)
         if parameter.requires_grad and axes:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             buckets.setdefault((axes, dtype), []).append(parameter)
     for (axes, dtype), parameters in buckets.items():
-        _sum(parameters, dtype, done.mesh, axes)
+        _sum(parameters, dtype, mesh, axes)
 
 
 def _sum(parameters: list[nn.Parameter], dtype: torch.dtype, mesh: Mesh, axes: tuple[str, ...]) -> None:
