@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -62,16 +62,10 @@ class Documents:
         return self.queries[coord, :, part.queries], self.keys[source, :, part.keys]
 
 
-class Gradients(Protocol):
-    """Sums the gradients [2, B, t, G, K] of every block, and sends each to the block's rank (`home`)."""
-
-    def add(self, source: int, keys: slice, dk: Tensor, dv: Tensor) -> None: ...
-
-    def home(self) -> Tensor: ...
-
-
 class _RingGradients:
-    """Gradients travel round the ring behind their keys. `add` is called in the order of the ring, own block first."""
+    """Sums the gradients [2, B, t, G, K] of every block, and sends each to the block's rank (`home`).
+
+    They travel round the ring behind their keys. `add` is called in the order of the ring, own block first."""
 
     def __init__(self, comm: Communicator, block: Tensor) -> None:
         self._comm, self._block = comm, block
@@ -96,7 +90,7 @@ class _RingGradients:
 
 
 class _ScatteredGradients:
-    """Gradients of all blocks are held, then summed at once."""
+    """As `_RingGradients`: those of all blocks are held, then summed at once."""
 
     def __init__(self, comm: Communicator, block: Tensor) -> None:
         self._comm, self._total = comm, block.new_zeros(comm.size, *block.shape)
@@ -109,39 +103,30 @@ class _ScatteredGradients:
         return self._comm.reduce_scatter(self._total)[0]
 
 
-class Carrier(Protocol):
-    """Sends blocks of keys and values [2, B, t, G, K] to the ranks of `comm`, and their gradients back."""
-
-    @property
-    def comm(self) -> Communicator: ...
-
-    def blocks(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(source, its block) of every rank, this one's first."""
-
-    def gradients(self, block: Tensor) -> Gradients:
-        """An empty collector for gradients of blocks of this shape."""
-
-
 @dataclass(frozen=True)
 class Ring:
-    """Each block passes around the ring; the next is in flight while one is used."""
+    """Sends blocks of keys and values [2, B, t, G, K] to the ranks of `comm`, and their gradients back.
+
+    Each block passes around the ring; the next is in flight while one is used."""
 
     comm: Communicator
 
     def blocks(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(source, its block) of every rank, this one's first."""
         n, coord = self.comm.size, self.comm.coord
         for step in range(n):
             coming = self.comm.shift_async(block) if step < n - 1 else None
             yield (coord - step) % n, block
             block = coming.wait() if coming else block
 
-    def gradients(self, block: Tensor) -> Gradients:
+    def gradients(self, block: Tensor) -> _RingGradients:
+        """An empty collector for gradients of blocks of this shape."""
         return _RingGradients(self.comm, block)
 
 
 @dataclass(frozen=True)
 class Gather:
-    """All blocks are sent at once, while the own one is used."""
+    """As `Ring`: all blocks are sent at once, while the own one is used."""
 
     comm: Communicator
 
@@ -153,8 +138,11 @@ class Gather:
             if source != self.comm.coord:
                 yield source, whole[source]
 
-    def gradients(self, block: Tensor) -> Gradients:
+    def gradients(self, block: Tensor) -> _ScatteredGradients:
         return _ScatteredGradients(self.comm, block)
+
+
+Carrier = Ring | Gather
 
 
 def attend_blocks(
