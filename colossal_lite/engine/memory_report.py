@@ -12,30 +12,21 @@ links count the bytes of requested copies, and the seconds of waiting for them. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from colossal_lite.config.config import Config
-from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.weight_chunk import WeightChunk
-from colossal_lite.numerics.precision import ChunkTypes, Precision
 from colossal_lite.observe.memory_meter import StepMeter
 from colossal_lite.observe.memory_timeline import Level, MemoryTimeline
 from colossal_lite.observe.tables import Rows
-from colossal_lite.schedule.update_rates import Rates
 from colossal_lite.zero.budget_messages import Forecast
-from colossal_lite.zero.build_chunks import sharding_of, slots_of
-from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.state_bytes import forecast
+from colossal_lite.zero.update_choice import UpdateChoice
 from colossal_lite.zero.user_optimizer import OwnOptimizer
-from colossal_lite.zero.weight_slots import ShardedWeights
 
 
 @dataclass(frozen=True)
@@ -82,85 +73,6 @@ class LinkRow:
     busy_s: float = 0.0
     predicted_s: float | None = None
     """None where no rate is known."""
-
-
-def rows_of_state(
-    chunks: Sequence[Chunk],
-    weights: ForwardGates,
-    optimizer: ChunkOptimizer | OwnOptimizer,
-    config: Config,
-    device: str,
-    frozen: Sequence[WeightChunk] = (),
-    apart: Sequence[Tensor] = (),
-) -> tuple[MemoryRow, ...]:
-    """Rows of weights, masters, gradients and optimizer state on every tier. Rows of the buffers of gradients, gathered
-    weights and streamed state. Rows of frozen parameters, in chunks (`frozen`) or in none (`apart`)."""
-    precision = Precision.of(config.precision)
-    types = ChunkTypes.of(precision)
-    foresee = partial(
-        forecast, sharding_of(config), weight=types.resting_bytes(1), master_bits=precision.master_copy_bits,
-        gradient=precision.gradient.itemsize,
-    )  # fmt: skip
-    held: dict[str, Callable[[Chunk], int]] = {
-        "weights": lambda c: c.resting_bytes,
-        "masters": lambda c: c.master_bytes,
-        "gradients": lambda c: (c.gradient if c.accumulating is None else c.accumulating).nbytes,
-        "optimizer": lambda c: optimizer.bytes_of(c)[0],
-    }
-    rows = []
-    for kind, held_by in held.items():
-        for tier, here in _by_tier(chunks, kind, optimizer, device).items():
-            foreseen = foresee(sum(chunk.spec.numel for chunk in here), _shard_numel(here))
-            foreseen["optimizer"] = sum(optimizer.bytes_of(chunk)[1] for chunk in here)
-            now = sum(map(held_by, here))
-            rows.append(MemoryRow(kind, tier, now, now, foreseen[kind]))
-    slots = slots_of(chunks)
-    now, most, planned = (
-        sum(each.bytes for each in slots),
-        sum(each.most_bytes for each in slots),
-        sum(each.planned_bytes for each in slots),
-    )
-    rows.append(MemoryRow("staging", device, now, most, planned))
-    if isinstance(weights, ShardedWeights):
-        rows.append(
-            MemoryRow("gathered", device, weights.arena_bytes, weights.most_bytes, weights.forecast_bytes)
-        )
-    if apart:
-        now, numel = sum(p.nbytes for p in apart), sum(p.numel() for p in apart)
-        rows.append(MemoryRow("frozen", device, now, now, types.resting_bytes(numel)))
-    for tier, at_rest in ((device, False), ("host", True)):
-        kept = [chunk for chunk in frozen if (chunk.weights_at_rest is not None) == at_rest]
-        now = sum(chunk.resting_bytes for chunk in kept)
-        foreseen_bytes = types.resting_bytes(_shard_numel(kept))
-        rows += [MemoryRow("frozen", tier, now, now, foreseen_bytes)] if kept else []
-    visits = optimizer.visits
-    return (
-        *rows,
-        *(MemoryRow(v.kind, v.tier or device, v.bytes, v.most_bytes, v.forecast_bytes) for v in visits),
-    )
-
-
-def _shard_numel(chunks: Sequence[WeightChunk]) -> int:
-    """Elements of a rank's shards of these chunks, by the formula."""
-    return sum(chunk.spec.numel // chunk.shards.size for chunk in chunks)
-
-
-def _by_tier(
-    chunks: Sequence[Chunk], kind: str, optimizer: ChunkOptimizer | OwnOptimizer, device: str
-) -> Mapping[str, Sequence[Chunk]]:
-    """The chunks by the tier of their own allocation for a kind of state. Weights and gradients always have a row on
-    the device; the others have one there if there are no chunks."""
-    tiers = {device: list[Chunk]()} if kind in ("weights", "gradients") or not chunks else {}
-    for chunk in chunks:
-        if kind in ("weights", "gradients"):
-            if chunk.time_shared(kind):
-                continue  # in the arena
-            at_rest = chunk.weights_at_rest if kind == "weights" else chunk.gradient_at_rest
-            tier = None if at_rest is None else "host"
-        else:
-            tier = optimizer.tier_of(chunk)
-        tiers.setdefault(tier or device, []).append(chunk)
-    return tiers
 
 
 class Metering:
@@ -243,11 +155,9 @@ class Metering:
 class LinkMarks:
     """Counts of an optimizer's links, and of its updates, at the beginning of the last step."""
 
-    def __init__(
-        self, optimizer: ChunkOptimizer | OwnOptimizer, rates: Callable[[], Rates | None] = lambda: None
-    ) -> None:
-        """`rates`: of the machine, where they are known."""
-        self._optimizer, self._rates = optimizer, rates
+    def __init__(self, optimizer: ChunkOptimizer | OwnOptimizer, choice: UpdateChoice | None) -> None:
+        """`choice`: of the mix of updates, which has the rates of the machine where they are known."""
+        self._optimizer, self._choice = optimizer, choice
         self.begin()
 
     def begin(self) -> None:
@@ -256,7 +166,7 @@ class LinkMarks:
 
     def rows(self) -> Rows[LinkRow]:
         """The counts since then."""
-        rates, rows = self._rates(), []
+        rates, rows = None if self._choice is None else self._choice.rates, []
         on_host, calls, elsewhere, busy_s = (
             now - before for now, before in zip(self._updates(), self._updated, strict=True)
         )

@@ -43,7 +43,7 @@ class UpdateWatch:
             and self._choice is not None and self._choice.is_found and not parts.config.parallel.pipeline.is_staged
         )  # fmt: skip
         self._is_first = True
-        self._marks = LinkMarks(optimizer, lambda: None if parts.choice is None else parts.choice.rates)
+        self._marks = LinkMarks(optimizer, parts.choice)
         self._steps: list[WatchedStep] = []
         self._computed_s = 0.0
         self._sequence_ranks = mesh.size("sequence")
