@@ -65,6 +65,11 @@ class PipelineConfig(BaseModel):
         return self.stages > 1
 
     @property
+    def is_profiled(self) -> bool:
+        """Whether measured times decide where a model is cut."""
+        return self.is_staged and self.partition == "profiled"
+
+    @property
     def reduces_by_visit(self) -> bool:
         """Whether gradients may be summed over all micro-batches of a visit of a stage (arXiv 2211.05953)."""
         return self.is_staged and self.schedule == "bfs" and self.micro_batches != 1

@@ -10,12 +10,6 @@ Cost of data parallelism per step: the collectives of each gradient chunk (zero/
 all-reduce), and one all-reduce of `5 + parameters` float64.  Dropout or auxiliary losses add one all-gather of the
 ranks' batch sizes.
 
-Note: updates in backward, `optimizer.update_when="backward"`.
-The UPDATE of each chunk follows its last REDUCE while backward runs (zero/backward_updates.py).  The ranks agree on
-loss and tokens before that too.  A gradient that is not finite cannot be skipped then: the step raises, and training
-continues only from a checkpoint.  Until `step` has ended some weights are new and others old, so reading or changing
-them raises.
-
 Note: a pipeline.
 The step is the same with a longer plan (pipeline/step_plan.py).  The plan has this rank's stages, the messages between
 them, and TIED_REDUCE of chunks that several stages use.  It adds the cost of the messages.  The batch sizes are always
@@ -372,12 +366,13 @@ class Engine:
         load has succeeded.
         """
         loaded = self._state.load(Path(directory))
+        assert loaded is not None, "a load without a checkpoint raises"
         self._comparison.restart()
         return loaded
 
     def resume(self, directory: str | Path) -> Loaded | None:
         """`load`, or None if `directory` holds no checkpoint yet."""
-        loaded = self._state.resume(Path(directory))
+        loaded = self._state.load(Path(directory), missing_ok=True)
         self._comparison.restart()
         return loaded
 

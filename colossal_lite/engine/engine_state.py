@@ -64,10 +64,8 @@ class EngineState:
         self._model, self._chunks, self._frozen = built.model, built.chunks, built.frozen
         self.structure = ModelStructure(built.model)
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
-        pipeline = context.config.parallel.pipeline
-        by_the_clock = pipeline.is_staged and pipeline.partition == "profiled"
         times = tuple((unit.forward, unit.input, unit.weight) for unit in built.stages.cut.units)
-        self._unit_seconds = times if by_the_clock else None
+        self._unit_seconds = times if context.config.parallel.pipeline.is_profiled else None
         self.full = FullState(
             built.model, mesh, built.names, built.stages, built.parallelized.specs, built.chunks, parts.weights,
             parts.optimizer, built.frozen,
@@ -174,15 +172,7 @@ class EngineState:
             head = f"{limit} saves in a row have failed (checkpoint.max_failures)"
             raise _saves_failed(head, self.checkpoints, self._context, self._step)
 
-    def load(self, directory: Path) -> Loaded:
-        loaded = self._load(directory, missing_ok=False)
-        assert loaded is not None
-        return loaded
-
-    def resume(self, directory: Path) -> Loaded | None:
-        return self._load(directory, missing_ok=True)
-
-    def _load(self, directory: Path, *, missing_ok: bool) -> Loaded | None:
+    def load(self, directory: Path, *, missing_ok: bool = False) -> Loaded | None:
         self.regain_weights()
         if (
             self._optimizer.tiers is None and self._weights.discard()

@@ -262,7 +262,7 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
         )
     check_labels_optional(module)
     check_batchwide(module, _cuts(context, repeats(context.config)))
-    check_max_norm(module, _copies(context.config, context))
+    check_max_norm(module, _copies(context))
     check_tables(module, _cuts(context, repeats(context.config)))
     if name := next((n for n, p in module.named_parameters() if p.is_complex()), None):
         raise ValueError(
@@ -345,8 +345,9 @@ def _cuts(context: Context, of_a_rank: Sequence[str]) -> tuple[str, ...]:
     return (*([f"data={data}"] if data > 1 else ()), *of_a_rank)
 
 
-def _copies(config: Config, context: Context) -> tuple[str, ...]:
+def _copies(context: Context) -> tuple[str, ...]:
     """The settings that keep copies of a weight besides the one that forward reads."""
+    config = context.config
     precision, memory = Precision.of(config.precision), config.memory
     found = {
         f"{axis}={context.mesh.size(axis)}": context.mesh.size(axis) > 1 for axis in ("data", "sequence")
@@ -362,7 +363,7 @@ def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context)
     pipeline, accumulation_steps = context.config.parallel.pipeline, context.config.gradient_accumulation
     if example is None:
         return None
-    if not pipeline.is_staged or pipeline.partition != "profiled":
+    if not pipeline.is_profiled:
         warnings.warn("initialize: example has no effect without pipeline.partition='profiled'", stacklevel=3)
         return None
     check_batch(example, StatedSizes(facts.vocabulary if facts else None))
@@ -376,10 +377,9 @@ def _measure(
     example: Batch | None, criterion: Criterion | ModelLoss | None,
 ) -> Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None:  # fmt: skip
     """The function that times the units of the model, for `pipeline.partition='profiled'`."""
-    pipeline, given = context.config.parallel.pipeline, context.config.precision
-    if not pipeline.is_staged or pipeline.partition != "profiled":
+    if not context.config.parallel.pipeline.is_profiled:
         return None
-    dtype = Precision.of(given).compute
+    dtype = Precision.of(context.config.precision).compute
     profiler = Profiler(
         module,
         parallelized,
@@ -398,8 +398,7 @@ def _seconds_of_before(
 ) -> Callable[[Sections, Sequence[Unit]], Sequence[Unit]] | None:
     """Gives units the measured times of this run's earlier cut, as rank 0 reads them; None for a new run. Collective if
     there is a directory."""
-    pipeline = context.config.parallel.pipeline
-    if directory is None or not pipeline.is_staged or pipeline.partition != "profiled":
+    if directory is None or not context.config.parallel.pipeline.is_profiled:
         return None
     mine = last_unit_seconds(Path(directory)) if context.is_main else None
     seconds = context.mesh.world.gather_json(mine)[0]
@@ -432,7 +431,7 @@ def _lay_out(
     if not pipeline.is_staged:
         return one_stage(module)
     stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"), measure, sections)
-    if pipeline.partition == "profiled" and context.is_main:
+    if pipeline.is_profiled and context.is_main:
         counts = [stop - start for start, stop in stages.cut.bounds]
         warnings.warn(
             f"initialize: pipeline.partition='profiled' cuts by the clock, now {counts} units; another run may be cut "
@@ -447,8 +446,7 @@ def _forecast_batch(
 ) -> Forecast | None:
     """The forecasts of `plan` for a step, for a model that can be built again. None for any other model, and for one
     whose forward reads values."""
-    pipeline = context.config.parallel.pipeline
-    by_the_clock = pipeline.is_staged and pipeline.partition == "profiled"  # stages that `plan` cannot know
+    by_the_clock = context.config.parallel.pipeline.is_profiled  # stages that `plan` cannot know
     if by_the_clock or (isinstance(model, nn.Module) and type(model) is not GPT):
         return None
     frozen = {n: not p.requires_grad for n, p in model.named_parameters()} if isinstance(model, GPT) else {}
