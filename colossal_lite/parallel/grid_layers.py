@@ -217,7 +217,8 @@ class GridLinear(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.t() if self.transposed else self.weight, self.bias
+        weight: Tensor = self.weight.t() if self.transposed else self.weight
+        bias: Tensor | None = self.bias
         if self.shared is not None:
             weight, bias = self.shared.used_rows(weight, bias)
         y = product(x, weight, self.cut, self.weight_grad_store)

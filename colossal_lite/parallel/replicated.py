@@ -20,8 +20,6 @@ from colossal_lite.transforms.auxiliary_loss import Share
 class Serial:
     """Whole layers on every rank of the tensor axis, which has one."""
 
-    name = "serial"
-
     def cross_entropy(self, ops: Ops, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of the token losses and number of labels that are not -100. logits [B, T, V], labels [B, T]."""
         total, count = ops.cross_entropy(logits, labels)

@@ -222,10 +222,6 @@ class OnSequence:
     """Whether a cache of keys was switched off. Without one transformers reads documents from positions."""
 
     @property
-    def name(self) -> str:
-        return f"{self.inner.name} x {self.sequence.mode}"
-
-    @property
     def owns_loss(self) -> bool:
         return self.inner.owns_loss
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colossal_lite.config.parallel_schema import ModelFacts, TensorConfig
+from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.ledger import LedgerRow
@@ -62,7 +62,7 @@ from colossal_lite.parallel.tensor_1d_layers import (
     gather_from_sequence_region,
     reduce_scatter_to_sequence_region,
 )
-from colossal_lite.parallel.tensor_modes import Form, ModeResult, head_weight
+from colossal_lite.parallel.tensor_modes import Form, LayerSizes, ModeResult, head_weight
 from colossal_lite.parallel.whole_sizes import Part, without_parts
 from colossal_lite.sharding.shard_spec import Dim, Partial, Placements, Shard, dims_of
 from colossal_lite.transforms.auxiliary_loss import Share
@@ -70,19 +70,17 @@ from colossal_lite.transforms.auxiliary_loss import Share
 # ---- formulas (parallel.md 1.1, 1.1b), as the ledger counts them ----
 
 
-def micro_batch_payload(
-    facts: ModelFacts, mode: Tensor1D, *, batch: int, sequence: int, itemsize: int, bias: bool,
-    adapted: bool = False,
-) -> tuple[LedgerRow, ...]:  # fmt: skip
-    """Calls and payload bytes on the tensor axis of forward and backward of one micro-batch [batch, sequence].
+def micro_batch_payload(mode: Tensor1D, sizes: LayerSizes, *, adapted: bool = False) -> tuple[LedgerRow, ...]:
+    """Calls and payload bytes on the tensor axis of forward and backward of one micro-batch.
 
     `adapted`: every linear of the blocks has an adapter and all else is frozen.  Then no weight gradient gathers an
     input again.  Backward stops before the first block's input and the embedding.
 
-    `itemsize`: bytes of an activation element.  Fused or separate q, k, v move the same: they share one input.
+    Fused or separate q, k, v move the same: they share one input.
     """
     if mode.size == 1:
         return ()
+    facts, batch, sequence, itemsize = sizes.facts, sizes.batch, sizes.sequence, sizes.itemsize
     activation_bytes = batch * sequence * facts.width * itemsize
     pairs = 2 * facts.layers + 1  # attention, MLP; embedding and head together
     stats_bytes = mode.size * batch * sequence * 3 * max(itemsize, 4)
@@ -100,8 +98,8 @@ def micro_batch_payload(
     shared = 0
     if facts.kv_heads < mode.size:
         per_layer = 2 * facts.kv_heads * (facts.width // facts.heads)
-        shared = facts.layers * (per_layer * facts.width + (per_layer if bias else 0)) * itemsize
-    calls = reduces + (facts.layers * (1 + bias) if shared else 0)
+        shared = facts.layers * (per_layer * facts.width + (per_layer if sizes.bias else 0)) * itemsize
+    calls = reduces + (facts.layers * (1 + sizes.bias) if shared else 0)
     if calls:
         rows.append(LedgerRow("all_reduce", AXIS, calls, reduces * activation_bytes + shared))
     return tuple(sorted(rows, key=lambda row: row.operation))
@@ -418,10 +416,7 @@ def swap_layers(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], form: 
     return strategy, swap.run(), swap.local_rows, swap.share_at
 
 
-def planned_payload(
-    mesh: Mesh, facts: ModelFacts, tensor: TensorConfig, *, batch: int, sequence: int, itemsize: int, bias: bool,
-    gated: bool, centred: bool,
-) -> tuple[LedgerRow, ...]:  # fmt: skip
+def planned_payload(mesh: Mesh, tensor: TensorConfig, sizes: LayerSizes) -> tuple[LedgerRow, ...]:
     """`micro_batch_payload` of a mesh that need not exist."""
     mode = Tensor1D(mesh.axis("tensor"), 0, bool(tensor.sequence_parallel), tensor.regather_inputs)
-    return micro_batch_payload(facts, mode, batch=batch, sequence=sequence, itemsize=itemsize, bias=bias)
+    return micro_batch_payload(mode, sizes)

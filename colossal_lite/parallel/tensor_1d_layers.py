@@ -42,7 +42,6 @@ class Tensor1D:
     sequence_parallel: bool = True
     regather_inputs: bool = True
     whole_sizes: bool = False
-    name = "1d"
 
     @property
     def size(self) -> int:
@@ -126,7 +125,8 @@ class ColwiseLinear(nn.Module):
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.t() if self.transposed else self.weight, self.bias
+        weight: Tensor = self.weight.t() if self.transposed else self.weight
+        bias: Tensor | None = self.bias
         if self.shared is not None:
             weight, bias = self.shared.used_rows(weight, bias)
         if self.input_is_whole:

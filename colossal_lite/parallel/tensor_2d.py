@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colossal_lite.config.parallel_schema import ModelFacts, TensorConfig
+from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
@@ -46,7 +46,7 @@ from colossal_lite.parallel.tensor_grid import (
     table_dims,
     terms_of,
 )
-from colossal_lite.parallel.tensor_modes import Form, ModeResult, head_weight
+from colossal_lite.parallel.tensor_modes import Form, LayerSizes, ModeResult, head_weight
 from colossal_lite.sharding.shard_spec import Placements, Shard
 
 ROW, COLUMN, DEPTH = "tensor.row", "tensor.column", "tensor.depth"
@@ -60,7 +60,6 @@ class Tensor2D(Grid):
     column: Communicator
     depth: Communicator
     vocabulary: int = 0
-    name = "2d"
 
     @classmethod
     def on(cls, mesh: Mesh, vocabulary: int) -> Tensor2D:
@@ -102,18 +101,13 @@ class Embedding2D(TablePart):
 # ---- formulas (parallel.md 1.2, 1.4), as the ledger counts them ----
 
 
-def micro_batch_payload(
-    facts: ModelFacts, mode: Tensor2D, *, batch: int, sequence: int, itemsize: int, bias: bool, gated: bool,
-    centred: bool,
-) -> tuple[LedgerRow, ...]:  # fmt: skip
-    """Calls and payload bytes on the sub-axes of forward and backward of one micro-batch [batch, sequence].
-
-    `gated`: the MLP has a gate (SwiGLU); `centred`: the norms are LayerNorms.
-    """
-    q, sizes, wide = mode.edge, GridSizes(facts, mode.edge, gated, centred), max(itemsize, 4)
-    tokens = batch // mode.depth.size * sequence  # of one sheet
-    linears = [linear for pair in sizes.pairs for linear in pair] * facts.layers
-    linears += [] if facts.tied else [(facts.width, sizes.vocabulary)]
+def micro_batch_payload(mode: Tensor2D, sizes: LayerSizes) -> tuple[LedgerRow, ...]:
+    """Calls and payload bytes on the sub-axes of forward and backward of one micro-batch."""
+    facts, itemsize, wide = sizes.facts, sizes.itemsize, max(sizes.itemsize, 4)
+    q, grid = mode.edge, GridSizes(sizes, mode.edge)
+    tokens = sizes.batch // mode.depth.size * sizes.sequence  # of one sheet
+    linears = [linear for pair in grid.pairs for linear in pair] * facts.layers
+    linears += [] if facts.tied else [(facts.width, grid.vocabulary)]
     x_bytes, w_bytes = (
         sum(numels) // q * itemsize for numels in zip(*((tokens * k, k * m) for k, m in linears), strict=True)
     )
@@ -121,21 +115,21 @@ def micro_batch_payload(
     for axis, total in ((COLUMN, x_bytes), (ROW, w_bytes)):
         tally.add("all_gather", axis, 2 * len(linears), 2 * total)
         tally.add("reduce_scatter", axis, len(linears), total)
-    statistics_bytes = sizes.norms * 2 * sizes.statistics * tokens // q * wide
-    tally.add("all_reduce", COLUMN, sizes.norms * (sizes.statistics + 1), statistics_bytes)
+    statistics_bytes = grid.norms * 2 * grid.statistics * tokens // q * wide
+    tally.add("all_reduce", COLUMN, grid.norms * (grid.statistics + 1), statistics_bytes)
     tally.add("all_gather", ROW, 2, tokens * 8 + residual_bytes)  # ids; gradient of the rows
     tally.add("reduce_scatter", ROW, 1, residual_bytes)
     tally.add("all_gather", COLUMN, 1, tokens * 3 * wide)  # the loss: 3 numbers a token from each column
     if facts.tied:
-        table_bytes = sizes.vocabulary * facts.width // q * itemsize
-        logits_bytes = tokens * sizes.vocabulary // q * itemsize
+        table_bytes = grid.vocabulary * facts.width // q * itemsize
+        logits_bytes = tokens * grid.vocabulary // q * itemsize
         tally.add("all_gather", ROW, 2, 2 * table_bytes)
         tally.add("reduce_scatter", ROW, 1, table_bytes)
         tally.add("reduce_scatter", COLUMN, 1, logits_bytes)
         tally.add("all_gather", COLUMN, 1, logits_bytes)
-    if sizes.shared_rows:
-        shared_bytes = sizes.shared_rows * (facts.width // q + bias) * itemsize
-        tally.add("all_reduce", COLUMN, facts.layers * (1 + bias), facts.layers * shared_bytes)
+    if grid.shared_rows:
+        shared_bytes = grid.shared_rows * (facts.width // q + sizes.bias) * itemsize
+        tally.add("all_reduce", COLUMN, facts.layers * (1 + sizes.bias), facts.layers * shared_bytes)
     return tally.rows()
 
 
@@ -189,12 +183,6 @@ def swap_layers(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _form:
     return swapped(TensorParallel2D(module, mesh.layout, roles, mode=mode), mode, width)
 
 
-def planned_payload(
-    mesh: Mesh, facts: ModelFacts, tensor: TensorConfig, *, batch: int, sequence: int, itemsize: int, bias: bool,
-    gated: bool, centred: bool,
-) -> tuple[LedgerRow, ...]:  # fmt: skip
+def planned_payload(mesh: Mesh, tensor: TensorConfig, sizes: LayerSizes) -> tuple[LedgerRow, ...]:
     """`micro_batch_payload` of a mesh that need not exist."""
-    return micro_batch_payload(
-        facts, Tensor2D.on(mesh, facts.vocabulary), batch=batch, sequence=sequence, itemsize=itemsize, bias=bias,
-        gated=gated, centred=centred,
-    )  # fmt: skip
+    return micro_batch_payload(Tensor2D.on(mesh, sizes.facts.vocabulary), sizes)

@@ -30,7 +30,7 @@ from typing import Any
 from einops import rearrange
 from torch import Tensor, nn
 
-from colossal_lite.config.parallel_schema import ModelFacts, TensorConfig
+from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
@@ -50,7 +50,7 @@ from colossal_lite.parallel.tensor_grid import (
     table_dims,
     terms_of,
 )
-from colossal_lite.parallel.tensor_modes import Form, ModeResult, head_weight
+from colossal_lite.parallel.tensor_modes import Form, LayerSizes, ModeResult, head_weight
 from colossal_lite.sharding.shard_spec import Placements, Shard
 from colossal_lite.transforms.split_backward import WeightGradStore, embedding
 
@@ -66,7 +66,6 @@ class Tensor3D(Grid):
     k: Communicator
     plane: Communicator
     vocabulary: int = 0
-    name = "3d"
     cut_behind = None
 
     @classmethod
@@ -128,18 +127,14 @@ class Positions3D(nn.Module):
 # ---- formulas (parallel.md 1.5, DESIGN 10), as the ledger counts them ----
 
 
-def micro_batch_payload(
-    facts: ModelFacts, mode: Tensor3D, *, batch: int, sequence: int, itemsize: int, bias: bool, gated: bool,
-    centred: bool,
-) -> tuple[LedgerRow, ...]:  # fmt: skip
-    """Calls and payload bytes on the sub-axes of forward and backward of one micro-batch [batch, sequence].
-
-    `gated`: the MLP has a gate (SwiGLU); `centred`: the norms are LayerNorms.  Positions are those of all samples.
-    """
-    edge, sizes, wide = mode.edge, GridSizes(facts, mode.edge, gated, centred), max(itemsize, 4)
-    tokens, area, tally = batch * sequence, mode.edge**2, PayloadCounter()
-    linears = [(linear, role) for pair in sizes.pairs for linear, role in zip(pair, (J, K), strict=True)]
-    linears = linears * facts.layers + [((facts.width, sizes.vocabulary), J)]
+def micro_batch_payload(mode: Tensor3D, sizes: LayerSizes) -> tuple[LedgerRow, ...]:
+    """Calls and payload bytes on the sub-axes of forward and backward of one micro-batch. Positions are those of all
+    samples."""
+    facts, itemsize, wide = sizes.facts, sizes.itemsize, max(sizes.itemsize, 4)
+    edge, grid = mode.edge, GridSizes(sizes, mode.edge)
+    tokens, area, tally = sizes.batch * sizes.sequence, mode.edge**2, PayloadCounter()
+    linears = [(linear, role) for pair in grid.pairs for linear, role in zip(pair, (J, K), strict=True)]
+    linears = linears * facts.layers + [((facts.width, grid.vocabulary), J)]
     for (inputs, outputs), x_axis in linears:
         x_bytes, y_bytes, w_bytes = (
             numel // area * itemsize for numel in (tokens * inputs, tokens * outputs, inputs * outputs)
@@ -150,17 +145,17 @@ def micro_batch_payload(
             tally.add("reduce_scatter", axis, 1, total)
         tally.add("reduce_scatter", y_axis, 1, y_bytes)
         tally.add("all_gather", y_axis, 1, y_bytes)
-    statistics_bytes = sizes.norms * 2 * sizes.statistics * (tokens // area) * wide
-    tally.add("all_reduce", K, sizes.norms * (sizes.statistics + 1), statistics_bytes)
+    statistics_bytes = grid.norms * 2 * grid.statistics * (tokens // area) * wide
+    tally.add("all_reduce", K, grid.norms * (grid.statistics + 1), statistics_bytes)
     tally.add("all_gather", f"{I}*{K}", 1, tokens * 8)  # ids
     embedded_bytes = tokens * facts.width // area * itemsize
     tally.add("reduce_scatter", J, 1, embedded_bytes)
     tally.add("all_gather", J, 1, embedded_bytes)
     tally.add("all_to_all", I, 2, 2 * (embedded_bytes // edge))
     tally.add("all_gather", J, 1, tokens // edge * 3 * wide)  # the loss: 3 numbers a token from each part
-    if sizes.shared_rows:
-        shared_bytes = sizes.shared_rows * (facts.width // area + bias) * itemsize
-        tally.add("all_reduce", J, facts.layers * (1 + bias), facts.layers * shared_bytes)
+    if grid.shared_rows:
+        shared_bytes = grid.shared_rows * (facts.width // area + sizes.bias) * itemsize
+        tally.add("all_reduce", J, facts.layers * (1 + sizes.bias), facts.layers * shared_bytes)
     return tally.rows()
 
 
@@ -215,12 +210,6 @@ def swap_layers(module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], _form:
     return swapped(TensorParallel3D(module, mesh.layout, roles, mode=mode), mode, width)
 
 
-def planned_payload(
-    mesh: Mesh, facts: ModelFacts, tensor: TensorConfig, *, batch: int, sequence: int, itemsize: int, bias: bool,
-    gated: bool, centred: bool,
-) -> tuple[LedgerRow, ...]:  # fmt: skip
+def planned_payload(mesh: Mesh, tensor: TensorConfig, sizes: LayerSizes) -> tuple[LedgerRow, ...]:
     """`micro_batch_payload` of a mesh that need not exist."""
-    return micro_batch_payload(
-        facts, Tensor3D.on(mesh, facts.vocabulary), batch=batch, sequence=sequence, itemsize=itemsize, bias=bias,
-        gated=gated, centred=centred,
-    )  # fmt: skip
+    return micro_batch_payload(Tensor3D.on(mesh, sizes.facts.vocabulary), sizes)

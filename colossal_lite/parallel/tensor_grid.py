@@ -42,7 +42,7 @@ from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.swap_checks import is_transposed
 from colossal_lite.parallel.tensor_1d import shared_head
 from colossal_lite.parallel.tensor_1d_layers import vocabulary_cross_entropy, whole_vocabulary
-from colossal_lite.parallel.tensor_modes import ModeResult, TensorStrategy
+from colossal_lite.parallel.tensor_modes import LayerSizes, ModeResult, TensorStrategy
 from colossal_lite.sharding.shard_spec import Dim, Partial, Placements, Shard
 from colossal_lite.transforms.auxiliary_loss import Share
 
@@ -119,12 +119,12 @@ class PayloadCounter:
 class GridSizes:
     """What a formula needs of a model whose heads and vocabulary are cut over `parts` ranks."""
 
-    facts: ModelFacts
+    sizes: LayerSizes
     parts: int
-    gated: bool
-    """The MLP has a gate (SwiGLU)."""
-    centred: bool
-    """The norms are LayerNorms."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.sizes.facts
 
     @property
     def head_width(self) -> int:
@@ -145,7 +145,7 @@ class GridSizes:
         """(inputs, outputs) of the column-wise and the row-wise linear of attention and of MLP, as used over all
         ranks."""
         facts, keys = self.facts, max(self.facts.kv_heads, self.parts) * self.head_width
-        queries, gates = facts.heads * self.head_width, 2 if self.gated else 1
+        queries, gates = facts.heads * self.head_width, 2 if self.sizes.gated else 1
         return (
             ((facts.width, queries + 2 * keys), (queries, facts.width)),
             ((facts.width, facts.ffn * gates), (facts.ffn, facts.width)),
@@ -157,7 +157,7 @@ class GridSizes:
 
     @property
     def statistics(self) -> int:
-        return 2 if self.centred else 1
+        return 2 if self.sizes.centred else 1
 
 
 # ---- swapping ----

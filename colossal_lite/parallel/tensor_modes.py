@@ -37,10 +37,6 @@ class TensorStrategy(Protocol):
     """What the engine calls in a mode, once the layers are replaced."""
 
     @property
-    def name(self) -> str:
-        """The mode, for people."""
-
-    @property
     def owns_loss(self) -> bool:
         """Whether this rank's loss counts: of ranks that compute the same loss, the first does."""
 
@@ -68,16 +64,29 @@ ModeResult = tuple[TensorStrategy, Mapping[str, ShardSpec], LocalRows, Callable[
 rows of the counters its dropout sees, and which share of the stream its auxiliary loss sees."""
 
 
+@dataclass(frozen=True)
+class LayerSizes:
+    """What the payload of forward and backward of one micro-batch [batch, sequence] follows from."""
+
+    facts: ModelFacts
+    batch: int
+    sequence: int
+    itemsize: int
+    """Bytes of an activation element."""
+    bias: bool
+    gated: bool = False
+    """The MLP has a gate (SwiGLU)."""
+    centred: bool = False
+    """The norms are LayerNorms."""
+
+
 class ModeFile(Protocol):
     """The functions that the file of a mode has."""
 
     def swap_layers(self, module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], form: Form) -> ModeResult:
         """Replace the layers of `module` by this rank's parts, in place. A mode may ignore the form."""
 
-    def planned_payload(
-        self, mesh: Mesh, facts: ModelFacts, tensor: TensorConfig, *, batch: int, sequence: int, itemsize: int,
-        bias: bool, gated: bool, centred: bool,
-    ) -> tuple[LedgerRow, ...]:  # fmt: skip
+    def planned_payload(self, mesh: Mesh, tensor: TensorConfig, sizes: LayerSizes) -> tuple[LedgerRow, ...]:
         """Calls and payload bytes of forward and backward of one micro-batch, by formula."""
 
 

@@ -25,7 +25,7 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPTConfig
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.observe.tables import size
-from colossal_lite.parallel.tensor_modes import mode_file
+from colossal_lite.parallel.tensor_modes import LayerSizes, mode_file
 from colossal_lite.planner.limits import check_sizes
 from colossal_lite.planner.planner import facts_of_config, plan
 from colossal_lite.sharding.mesh_layout import MeshLayout
@@ -196,10 +196,9 @@ def layer_traffic(
     if tensor.size == 1:
         return ()
     mesh = Mesh.recording(layout)
-    model_sizes = dict(bias=model.bias, gated=model.activation == "swiglu", centred=model.norm == "layer")
-    return mode_file(tensor.mode).planned_payload(
-        mesh, facts, tensor, batch=batch, sequence=sequence, itemsize=itemsize, **model_sizes
-    )
+    gated, centred = model.activation == "swiglu", model.norm == "layer"
+    sizes = LayerSizes(facts, batch, sequence, itemsize, model.bias, gated, centred)
+    return mode_file(tensor.mode).planned_payload(mesh, tensor, sizes)
 
 
 def wire_bytes(rows: Sequence[LedgerRow], layout: MeshLayout) -> int:

@@ -13,6 +13,7 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.parallel.parallelize import facts_of, parallelize
 from colossal_lite.parallel.tensor_1d import micro_batch_payload
 from colossal_lite.parallel.tensor_1d_layers import Tensor1D
+from colossal_lite.parallel.tensor_modes import LayerSizes
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.shared.parity import SIZES, Adapter, Case, ModularAdapter, adapt, assert_parity, ledger
 from tests.shared.pool import RankEnv, WorldError, run_world
@@ -66,9 +67,8 @@ def test_bytes_of_a_step_are_the_formula(sequence_parallel: bool) -> None:
     mode = Tensor1D(mesh.axis("tensor"), SIZES["vocabulary"], sequence_parallel)
     facts = facts_of(case.model())
     assert facts is not None
-    rows = micro_batch_payload(
-        facts, mode, batch=case.global_batch, sequence=SIZES["sequence"], itemsize=8, bias=True, adapted=True
-    )
+    sizes = LayerSizes(facts, case.global_batch, SIZES["sequence"], itemsize=8, bias=True)
+    rows = micro_batch_payload(mode, sizes, adapted=True)
     expected = {(row.operation, row.calls, row.payload_bytes) for row in rows}
     for found in run_world(ledger, 2, case):
         on_axis = {(o, calls, size) for o, axis, calls, size in found if axis == "tensor"}

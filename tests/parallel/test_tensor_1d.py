@@ -16,6 +16,7 @@ from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel.parallelize import facts_of, parallelize
 from colossal_lite.parallel.tensor_1d import micro_batch_payload
 from colossal_lite.parallel.tensor_1d_layers import Tensor1D
+from colossal_lite.parallel.tensor_modes import LayerSizes
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.shared.parity import (
     FAMILIES,
@@ -128,14 +129,8 @@ def formula(case: Case) -> set[tuple[str, str, int, int]]:
     mode = Tensor1D(mesh.axis("tensor"), SIZES["vocabulary"], case.sequence_parallel, case.regather_inputs)
     facts = facts_of(case.model())
     assert facts is not None
-    rows = micro_batch_payload(
-        facts,
-        mode,
-        batch=case.global_batch,
-        sequence=SIZES["sequence"],
-        itemsize=8,
-        bias=case.family == "gpt2",
-    )
+    sizes = LayerSizes(facts, case.global_batch, SIZES["sequence"], itemsize=8, bias=case.family == "gpt2")
+    rows = micro_batch_payload(mode, sizes)
     return {(row.operation, row.axis, row.calls, row.payload_bytes) for row in rows}
 
 
@@ -177,7 +172,7 @@ def test_a_world_that_is_not_here_moves_what_the_formula_says(size: int, sequenc
     assert isinstance(result.strategy, Tensor1D)
     facts = facts_of(model)
     assert facts is not None
-    expected = micro_batch_payload(facts, result.strategy, batch=2, sequence=128, itemsize=4, bias=True)
+    expected = micro_batch_payload(result.strategy, LayerSizes(facts, 2, 128, itemsize=4, bias=True))
     assert mesh.ledger.rows() == expected
 
 

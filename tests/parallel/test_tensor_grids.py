@@ -18,6 +18,7 @@ from colossal_lite.parallel import tensor_2d, tensor_3d
 from colossal_lite.parallel.parallelize import facts_of, parallelize
 from colossal_lite.parallel.tensor_2d import Tensor2D
 from colossal_lite.parallel.tensor_3d import Tensor3D
+from colossal_lite.parallel.tensor_modes import LayerSizes
 from colossal_lite.planner.planner import plan
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.shared.covering import Choice, covering_array, name_of
@@ -179,12 +180,12 @@ Rows = set[tuple[str, str, int, int]]
 def formula(model: nn.Module, mesh: Mesh, *, batch: int, sequence: int, itemsize: int) -> Rows:
     facts, config = facts_of(model), model.config
     assert facts is not None and isinstance(config, GPTConfig)
-    options = dict(bias=config.bias, gated=config.activation == "swiglu", centred=config.norm == "layer")
-    sizes = dict(batch=batch, sequence=sequence, itemsize=itemsize)
+    gated, centred = config.activation == "swiglu", config.norm == "layer"
+    sizes = LayerSizes(facts, batch, sequence, itemsize, config.bias, gated, centred)
     if any(leaf.name == tensor_3d.I for leaf in mesh.layout.leaves):
-        rows = tensor_3d.micro_batch_payload(facts, Tensor3D.on(mesh, 0), **sizes, **options)
+        rows = tensor_3d.micro_batch_payload(Tensor3D.on(mesh, 0), sizes)
     else:
-        rows = tensor_2d.micro_batch_payload(facts, Tensor2D.on(mesh, 0), **sizes, **options)
+        rows = tensor_2d.micro_batch_payload(Tensor2D.on(mesh, 0), sizes)
     return {(r.operation, r.axis, r.calls, r.payload_bytes) for r in rows}
 
 

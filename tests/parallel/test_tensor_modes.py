@@ -27,9 +27,9 @@ def swap_layers(module, mesh, roles, form):
     return tensor_1d.swap_layers(module, mesh, roles, Form(False, False))
 
 
-def planned_payload(mesh, facts, tensor, *, gated, centred, **sizes):
+def planned_payload(mesh, tensor, sizes):
     whole = tensor.model_copy(update={"sequence_parallel": False})
-    return tensor_1d.planned_payload(mesh, facts, whole, gated=gated, centred=centred, **sizes)
+    return tensor_1d.planned_payload(mesh, whole, sizes)
 '''
 SCRIPT = """
 import json, os, sys
