@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
-from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Mask, Ops
 from colossal_lite.models import GPT
@@ -172,39 +171,6 @@ class SequenceParallel:
         every = self.comm.all_gather(torch.stack(pair).unsqueeze(0))  # [N, 2, B, T/N]
         groups = every.unflatten(0, (self.ring.size, self.heads.size)).permute(2, 0, 3, 1, 4)
         return Documents(*groups.flatten(3))
-
-
-# ---- formulas (parallel.md 1.7), as the ledger counts them ----
-
-
-def micro_batch_payload(
-    sequence: SequenceParallel, *, layers: int, heads: int, kv_heads: int, head_width: int, batch: int, tokens: int,
-    itemsize: int,
-) -> tuple[LedgerRow, ...]:  # fmt: skip
-    """Calls and payload bytes on the sequence axis of forward and backward of one micro-batch without documents.
-
-    `heads` and `kv_heads`: those of this rank (a share where the tensor axis cuts them); `tokens`: of a whole sequence.
-    """
-    inner, n = sequence.heads.size, sequence.ring.size
-    rows: list[tuple[str, str, int, int]] = []
-    head_bytes = (
-        batch * tokens // sequence.comm.size * head_width * itemsize
-    )  # of one head of this rank's tokens
-    sent = kv_heads if kv_heads % inner == 0 else inner
-    if inner > 1:
-        rows.append(("all_to_all", sequence.heads.axis, 4, 2 * (2 * heads + 2 * sent) * head_bytes))
-    both_bytes = (
-        2 * sent * head_bytes
-    )  # keys and values between the exchanges: 1/U of the heads of U times the tokens
-    gradient_bytes = both_bytes // itemsize * max(itemsize, 4)
-    if n > 1 and sequence.mode == "allgather_kv":
-        rows.append(("all_gather", sequence.ring.axis, 2, 2 * n * both_bytes))
-        rows.append(("reduce_scatter", sequence.ring.axis, 1, n * gradient_bytes))
-    elif n > 1:  # in forward ring_full sends keys, then values
-        hops = (n - 1) * (4 if sequence.mode == "ring_full" else 3)
-        sizes = (n - 1) * (2 * both_bytes + gradient_bytes)
-        rows.append(("send", sequence.ring.axis, hops, sizes))
-    return tuple(LedgerRow(name, axis, layers * calls, layers * size) for name, axis, calls, size in rows)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.data.batch import Batch
+from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH, Mask
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel.parallelize import facts_of, parallelize
 from colossal_lite.parallel.ring_attention import seen
-from colossal_lite.parallel.sequence_parallel import Pieces, SequenceParallel, micro_batch_payload
+from colossal_lite.parallel.sequence_parallel import Pieces, SequenceParallel
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.parallel.test_token_parts import Averages
 from tests.shared.covering import Choice, covering_array, name_of
@@ -160,6 +161,37 @@ def test_packed_documents_do_not_see_each_other(mode: str) -> None:
 
 
 # ---- bytes and balance ----
+
+
+def micro_batch_payload(
+    sequence: SequenceParallel, *, layers: int, heads: int, kv_heads: int, head_width: int, batch: int, tokens: int,
+    itemsize: int,
+) -> tuple[LedgerRow, ...]:  # fmt: skip
+    """Calls and payload bytes on the sequence axis of forward and backward of one micro-batch without documents
+    (parallel.md 1.7).
+
+    `heads` and `kv_heads`: those of this rank (a share where the tensor axis cuts them); `tokens`: of a whole sequence.
+    """
+    inner, n = sequence.heads.size, sequence.ring.size
+    rows: list[tuple[str, str, int, int]] = []
+    head_bytes = (
+        batch * tokens // sequence.comm.size * head_width * itemsize
+    )  # of one head of this rank's tokens
+    sent = kv_heads if kv_heads % inner == 0 else inner
+    if inner > 1:
+        rows.append(("all_to_all", sequence.heads.axis, 4, 2 * (2 * heads + 2 * sent) * head_bytes))
+    both_bytes = (
+        2 * sent * head_bytes
+    )  # keys and values between the exchanges: 1/U of the heads of U times the tokens
+    gradient_bytes = both_bytes // itemsize * max(itemsize, 4)
+    if n > 1 and sequence.mode == "allgather_kv":
+        rows.append(("all_gather", sequence.ring.axis, 2, 2 * n * both_bytes))
+        rows.append(("reduce_scatter", sequence.ring.axis, 1, n * gradient_bytes))
+    elif n > 1:  # in forward ring_full sends keys, then values
+        hops = (n - 1) * (4 if sequence.mode == "ring_full" else 3)
+        sizes = (n - 1) * (2 * both_bytes + gradient_bytes)
+        rows.append(("send", sequence.ring.axis, hops, sizes))
+    return tuple(LedgerRow(name, axis, layers * calls, layers * size) for name, axis, calls, size in rows)
 
 
 def formula(case: Case, rank: int) -> set[tuple[str, str, int, int]]:
