@@ -15,7 +15,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -315,12 +315,10 @@ def _watched(model: nn.Module, see: Callable[[str, Tensor], None]) -> Iterator[N
         if isinstance(first, Tensor) and first.is_floating_point() and first.dim() > 1:
             see(name, local(first.detach()))
 
-    handles = [m.register_forward_hook(partial(hook, name)) for name, m in model.named_modules()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(hook, name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass

@@ -373,9 +373,10 @@ def _replaced(model: nn.Module, by: Mapping[str, nn.Module]) -> Iterator[None]:
             parent._modules[child] = old
 
 
-@contextmanager
-def _given(block: nn.Module, takes: Sequence[Argument], carried: Tensor, at: Progress) -> Iterator[None]:
-    """A block that gets what came in, in the place of the stream that the model's code hands it."""
+def _given(
+    block: nn.Module, takes: Sequence[Argument], carried: Tensor, at: Progress
+) -> AbstractContextManager[Any]:
+    """Context of a block that gets what came in, in the place of the stream that the model's code hands it."""
 
     def swap(module: nn.Module, args: Any, kwargs: Any) -> Any:
         at.is_before = False
@@ -384,22 +385,13 @@ def _given(block: nn.Module, takes: Sequence[Argument], carried: Tensor, at: Pro
             {name: carried if name in takes else value for name, value in kwargs.items()},
         )
 
-    handle = block.register_forward_pre_hook(swap, with_kwargs=True, prepend=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return block.register_forward_pre_hook(swap, with_kwargs=True, prepend=True)
 
 
-@contextmanager
-def _left_behind(block: nn.Module, passage: Passage) -> Iterator[None]:
-    """The forward is left when this block has given what it gives."""
+def _left_behind(block: nn.Module, passage: Passage) -> AbstractContextManager[Any]:
+    """Context in which the forward is left when this block has given what it gives."""
 
     def leave(module: nn.Module, args: Any, out: Any) -> None:
         raise _Left(out if passage.gives is None else out[passage.gives])
 
-    handle = block.register_forward_hook(leave)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return block.register_forward_hook(leave)

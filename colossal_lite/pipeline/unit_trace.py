@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -325,26 +325,19 @@ class _Watch(TorchDispatchMode):
     def hooks(self) -> Iterator[None]:
         """Watch the calls of modules, too."""
         around = {".".join(b.split(".")[:n]) for b in self.blocks for n in range(b.count(".") + 1)}
-        handles = []
-        for name, module in self.model.named_modules():
-            if name in self.blocks:
-                index = self.blocks.index(name)
-                handles += [
-                    module.register_forward_pre_hook(
-                        partial(self._begin, index), with_kwargs=True, prepend=True
-                    ),
-                    module.register_forward_hook(partial(self._end, index), with_kwargs=True),
-                ]
-            elif name not in around and self._block_of(name) < 0:
-                handles += [
-                    module.register_forward_pre_hook(partial(self._enter, name)),
-                    module.register_forward_hook(partial(self._leave, name)),
-                ]
-        try:
+        with ExitStack() as hooks:
+            for name, module in self.model.named_modules():
+                if name in self.blocks:
+                    index = self.blocks.index(name)
+                    begin, end = partial(self._begin, index), partial(self._end, index)
+                    hooks.enter_context(
+                        module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+                    )
+                    hooks.enter_context(module.register_forward_hook(end, with_kwargs=True))
+                elif name not in around and self._block_of(name) < 0:
+                    hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
+                    hooks.enter_context(module.register_forward_hook(partial(self._leave, name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(self, name: str, *_: Any) -> None:
         if self.depth == 0:
