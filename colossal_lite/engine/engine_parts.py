@@ -16,7 +16,6 @@ from torch import nn
 
 from colossal_lite.config.config import Config
 from colossal_lite.engine.context import Context
-from colossal_lite.engine.full_state import GlobalNames
 from colossal_lite.engine.linear_hooks import LinearHooks
 from colossal_lite.engine.memory_report import Metering
 from colossal_lite.engine.rank_comparison import repeats
@@ -35,6 +34,7 @@ from colossal_lite.parallel.plan_proof import FirstBatch
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.pipeline.step_plan import splits_backward
 from colossal_lite.pipeline.traced_sections import TracedSections
+from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.activation_checkpoint import (
     remove_activation_checkpoint,
     surround_recomputation,
@@ -52,6 +52,31 @@ from colossal_lite.zero.stage_weights import weights_of
 from colossal_lite.zero.update_choice import UpdateChoice
 from colossal_lite.zero.user_optimizer import Factory, OwnOptimizer
 from colossal_lite.zero.weight_slots import ShardedWeights
+
+
+@dataclass(frozen=True)
+class GlobalNames:
+    """Names and shapes of a model's tensors before it is split."""
+
+    first: Mapping[str, str]
+    """First name of each parameter, by all its names (ties)."""
+    state: Mapping[str, tuple[int, ...]]
+    """Keys of its `state_dict()`, with full shapes."""
+
+    @classmethod
+    def of(cls, model: nn.Module, specs: Mapping[str, ShardSpec]) -> GlobalNames:
+        """`specs`, by first names, give the full shapes of parameters that are split already."""
+        first = {id(p): name for name, p in model.named_parameters()}
+        firsts = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+        shapes = {
+            name: specs[firsts[name]].shape if name in firsts else tuple(value.shape)
+            for name, value in model.state_dict().items()
+        }
+        return cls(firsts, shapes)
+
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters that `model` has now, by their first names."""
+        return {self.first[name]: p for name, p in model.named_parameters()}
 
 
 @dataclass(frozen=True)

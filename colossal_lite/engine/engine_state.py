@@ -66,19 +66,14 @@ class EngineState:
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
         times = tuple((unit.forward, unit.input, unit.weight) for unit in built.stages.cut.units)
         self._unit_seconds = times if context.config.parallel.pipeline.is_profiled else None
-        self.full = FullState(
-            built.model, mesh, built.names, built.stages, built.parallelized.specs, built.chunks, parts.weights,
-            parts.optimizer, built.frozen,
-        )  # fmt: skip
+        self.full = FullState(parts)
         self.checkpoints = Checkpointer(
             mesh.layout, mesh.rank, context.store, keep=context.config.checkpoint.keep,
             timeout_s=context.config.timeout_s, heard=context.first_loss,
             standing=context.standing,
         )  # fmt: skip
         self.stop_point = StopPoint(speaks=context.is_main)
-        self._task_resume = TaskResume(
-            built.records, built.outlives, built.model, parts.optimizer, mesh.world
-        )
+        self._task_resume = TaskResume(parts)
 
     # ---- full tensors ----
 

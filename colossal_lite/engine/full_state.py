@@ -10,9 +10,9 @@ this rank, and one all-gather and one broadcast a tensor.  The ledger does not c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -20,60 +20,26 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.checkpoint.run_state import HeldTensor
-from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.memory.transfers import to_device, to_host
 from colossal_lite.parallel.layer_swap import cut_values
-from colossal_lite.pipeline.stages import Stages
 from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
-from colossal_lite.zero.forward_hooks import ForwardGates
-from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.user_optimizer import OwnOptimizer
-
-
-@dataclass(frozen=True)
-class GlobalNames:
-    """Names and shapes of a model's tensors before it is split."""
-
-    first: Mapping[str, str]
-    """First name of each parameter, by all its names (ties)."""
-    state: Mapping[str, tuple[int, ...]]
-    """Keys of its `state_dict()`, with full shapes."""
-
-    @classmethod
-    def of(cls, model: nn.Module, specs: Mapping[str, ShardSpec]) -> GlobalNames:
-        """`specs`, by first names, give the full shapes of parameters that are split already."""
-        first = {id(p): name for name, p in model.named_parameters()}
-        firsts = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-        shapes = {
-            name: specs[firsts[name]].shape if name in firsts else tuple(value.shape)
-            for name, value in model.state_dict().items()
-        }
-        return cls(firsts, shapes)
-
-    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters that `model` has now, by their first names."""
-        return {self.first[name]: p for name, p in model.named_parameters()}
 
 
 class FullState:
     """Reads and writes one model in training, by the serial model's names."""
 
-    def __init__(
-        self, model: nn.Module, mesh: Mesh, names: GlobalNames, stages: Stages, specs: Mapping[str, ShardSpec],
-        chunks: Sequence[Chunk], weights: ForwardGates, optimizer: ChunkOptimizer | OwnOptimizer,
-        frozen: Sequence[FrozenChunk] = (),
-    ) -> None:  # fmt: skip
-        """`frozen`: chunks of frozen parameters."""
-        self._model, self._mesh, self._names, self._stages = model, mesh, names, stages
-        self._specs = specs
-        self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
-        self._frozen = tuple(frozen)
+    def __init__(self, parts: EngineParts) -> None:
+        built = parts.built
+        self._mesh, self._names, self._stages = parts.context.mesh, built.names, built.stages
+        self._specs, self._chunks, self._frozen = built.parallelized.specs, built.chunks, built.frozen
+        self._weights, self._optimizer = parts.weights, parts.optimizer
         self._lent: tuple[FrozenChunk, slice, Tensor] | None = None
         """Frozen weights that a load may have changed: a copy of elements of a record."""
-        self._parameters = names.parameters(model)
+        self._parameters = built.names.parameters(built.model)
 
     def gradients(self, weight: float) -> dict[str, Tensor]:
         """The summed gradients, divided by `weight`; zeros for a parameter that no rank used. Collective."""
@@ -86,8 +52,7 @@ class FullState:
             return self._of_all_stages(mine)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype, frozen ones in
-        their own. Collective."""
+        """As `Engine.full_state_dict`. Collective."""
         first = self._names.first
         with self._mesh.ledger.paused():
             mine = dict(self._tensors("master"))
@@ -109,7 +74,7 @@ class FullState:
         }
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """For each trainable parameter its state tensors in its own shape, and `step`, the updates it has taken."""
+        """As `Engine.full_optimizer_state`. Collective."""
         with self._mesh.ledger.paused():
             mine = {
                 (entry.name, n): self._whole(entry.name, t) if t.dim() else t
@@ -125,10 +90,7 @@ class FullState:
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Set all parameters and buffers from a serial state dict.
-
-        Raises ValueError listing every missing, unexpected and misshapen tensor, and then changes nothing.
-        """
+        """As `Engine.load_full_state_dict`. Raises ValueError for tensors that do not fit, and then changes nothing."""
         first = self._names.first
         if faults := _misfits(self._names.state, state):
             raise ValueError("load_full_state_dict:\n  " + "\n  ".join(faults))

@@ -30,8 +30,7 @@ from colossal_lite.data.batch import Batch, read_batch
 from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
-from colossal_lite.engine.engine_parts import Built
-from colossal_lite.engine.full_state import GlobalNames
+from colossal_lite.engine.engine_parts import Built, GlobalNames
 from colossal_lite.engine.model_structure import check_storages, is_in_parts
 from colossal_lite.engine.rank_comparison import repeats, splits
 from colossal_lite.engine.step_totals import StepResult

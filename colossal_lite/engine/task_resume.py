@@ -10,26 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
-from colossal_lite.distributed.communicator import Communicator
-from colossal_lite.memory.task_records import ParkedState, TaskRecords
+from colossal_lite.engine.engine_parts import EngineParts
+from colossal_lite.memory.task_records import ParkedState
 from colossal_lite.memory.transfers import to_host
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.user_optimizer import OwnOptimizer
 
 
 class TaskResume:
     """Begins and ends one engine's use of the records of its task."""
 
-    def __init__(
-        self, records: TaskRecords, outlives: bool, model: nn.Module, optimizer: ChunkOptimizer | OwnOptimizer,
-        world: Communicator,
-    ) -> None:  # fmt: skip
-        """`outlives`: whether another engine may resume from the records."""
-        assert not outlives or isinstance(optimizer, ChunkOptimizer)
-        self.outlives = outlives
-        self._records, self._model, self._optimizer, self._world = records, model, optimizer, world
+    def __init__(self, parts: EngineParts) -> None:
+        built = parts.built
+        assert not built.outlives or isinstance(parts.optimizer, ChunkOptimizer)
+        self.outlives = built.outlives
+        """Whether another engine may resume from the records."""
+        self._records, self._model = built.records, built.model
+        self._optimizer, self._world = parts.optimizer, parts.context.mesh.world
         self._has_left = False
 
     @property
