@@ -236,18 +236,15 @@ class EngineState:
                 f"{what}: {told} since the engine was made. It would not train; legal: changes of the model before "
                 f"cl.initialize, engine.load_full_state_dict, engine.close and a new engine"
             )
+        config = self._context.config
         for chunk in (*self._chunks, *self._frozen):
             if name := chunk.lost_change():
                 raise ValueError(
                     f"{what}: {name} was changed in place by other code than the engine (an optimizer of its own, "
                     f"max_norm, p.data = ..., or a hand). The change would be lost, as the value that is updated is "
-                    f"elsewhere ({self._where()}); legal: engine.step, initialize(optimizer=...), or "
-                    f"engine.load_full_state_dict"
+                    f"elsewhere (zero.stage={config.zero.stage}, precision.dtype={config.precision.dtype!r}); legal: "
+                    f"engine.step, initialize(optimizer=...), or engine.load_full_state_dict"
                 )
-
-    def _where(self) -> str:
-        config = self._context.config
-        return f"zero.stage={config.zero.stage}, precision.dtype={config.precision.dtype!r}"
 
     def refuse_mixed(self, what: str) -> None:
         """Raises ValueError while the weights are part old, part new."""

@@ -93,7 +93,7 @@ class _Found:
 
 def auto_plan(model: nn.Module, parts: int) -> AutoPlan:
     """The roles of a model whose layers are cut into `parts`. Raises NoCopyError for one that does not run on words."""
-    return on_a_copy(model, roles_by_shape(model), lambda small, _: _read(model, small, parts))
+    return on_a_copy(model, roles_by_shape(model), lambda small: _read(model, small, parts))
 
 
 def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:

@@ -162,7 +162,7 @@ def proofs_at(
     if not proofs or is_our_own(model, plan):
         return None
 
-    def tried(small: SmallCopy, _: bool) -> LengthProofs | None:
+    def tried(small: SmallCopy) -> LengthProofs | None:
         if small.tokens is not None:  # it takes no other length
             return None
         first = few_tokens(small.model)

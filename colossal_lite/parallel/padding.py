@@ -141,7 +141,7 @@ def proven(model: nn.Module, roles: Mapping[str, Role], padding: Padding) -> Pad
 
     Does not communicate."""
 
-    def tried(small: SmallCopy, _: bool) -> Padding:
+    def tried(small: SmallCopy) -> Padding:
         tokens = 2 * padding.parts - 1
         batch = words(2, tokens, small.words, ())
         for masks in (False, True)[: 1 + ("attention_mask" in _arguments(model))]:
@@ -161,7 +161,7 @@ def sees_padding(model: nn.Module) -> bool:
     """Whether tokens of a model see padding behind them, if nothing masks it: on a quick small copy. False for a model
     that has none. Does not communicate."""
 
-    def tried(small: SmallCopy, _: bool) -> bool:
+    def tried(small: SmallCopy) -> bool:
         batch = words(2, TOKENS - 1, small.words, ())
         return bool(difference_of_parts(small.model, batch, [Padding(parts=TOKENS).of(batch)]))
 

@@ -75,18 +75,14 @@ class _Trial:
     criterion: ModelLoss | None
 
     @property
-    def _batch(self) -> Batch:
+    def batch(self) -> Batch:
         ranks = self.layout.world_size
         tokens = self.small.tokens or (TOKENS if TOKENS % ranks == 0 else 2 * ranks)
         return words(max(ranks, 2), tokens, self.small.words, self.small.padding)
 
-    def check_finite(self) -> None:
-        """Raises NotRunError where random values grow through all blocks beyond what can be compared."""
-        check_finite(self.small.model, self._batch, self.criterion)
-
     @cached_property
     def _truth(self) -> Truth:
-        return truth_of(self.small.model, self._batch, self.criterion)
+        return truth_of(self.small.model, self.batch, self.criterion)
 
     def difference(self, roles: Mapping[str, Role], form: Form) -> Difference | None:
         """Raises NotRunError if the plain copy does not run."""
@@ -96,7 +92,7 @@ class _Trial:
             gather_logits(module, roles, made[0], self.criterion)
             return made
 
-        return prove(self.small.model, self._batch, swap, self.layout, self.criterion, self._truth)
+        return prove(self.small.model, self.batch, swap, self.layout, self.criterion, self._truth)
 
     def fitting(self, forms: Sequence[Form]) -> str:
         """The first change of one role's form, or of sequence_parallel, with which the copy is exact, in words."""
@@ -166,12 +162,13 @@ def check_plan(
     if mesh.is_recording or is_our_own(model, plan):
         return forms[0]
 
-    def tried(
-        small: SmallCopy, as_it_is: bool, some: Sequence[Form] = forms
-    ) -> tuple[_Trial, list[Difference], Form | None]:
-        trial, found = _trial(small, mesh, some[0], criterion, as_it_is=as_it_is), list[Difference]()
-        if small.has_all_blocks:
-            trial.check_finite()
+    def tried(small: SmallCopy, some: Sequence[Form] = forms) -> tuple[_Trial, list[Difference], Form | None]:
+        if small.is_as_wide:  # raises ValueError for a model that the real mesh cannot cut
+            recorded = Mesh.recording(mesh.layout, mesh.rank)
+            mode_file(mode_of(mesh)).swap_layers(deep_copy(small.model), recorded, small.roles, some[0])
+        trial, found = _trial(small, mesh, some[0], criterion), list[Difference]()
+        if small.has_all_blocks:  # random values may grow through them beyond what can be compared
+            check_finite(small.model, trial.batch, criterion)
         for form in some:
             difference = trial.difference(small.roles, form)
             if difference is None:
@@ -225,7 +222,7 @@ def check_sequence(
         return
     layout = _emulated_sequence(mesh, mode)
 
-    def tried(small: SmallCopy, _: bool) -> tuple[SmallCopy, Difference | None]:
+    def tried(small: SmallCopy) -> tuple[SmallCopy, Difference | None]:
         tokens = small.tokens or max(TOKENS, 2 * layout.world_size)
         if small.tokens is not None and tokens % (2 * layout.world_size):
             raise NotRunError(
@@ -273,7 +270,7 @@ def _across(mode: str, module: nn.Module, rank: Mesh) -> ModeResult:
 def swapped_at(mesh: Mesh, form: Form, criterion: ModelLoss | None, small: SmallCopy, tokens: int) -> str:
     """How a copy whose layers are swapped differs from the plain one at so many tokens, or "". Raises NoCopyError or
     NotRunError."""
-    trial = _trial(replace(small, tokens=tokens), mesh, form, criterion, as_it_is=False)
+    trial = _trial(replace(small, tokens=tokens), mesh, form, criterion)
     found = trial.difference(small.roles, form)
     return "" if found is None else found.what
 
@@ -353,7 +350,7 @@ def check_samples_apart(model: nn.Module, cuts: Sequence[str]) -> FirstBatch | N
     if is_our_own(model, {}):
         return None
 
-    def tried(small: SmallCopy, _: bool) -> tuple[str, str]:
+    def tried(small: SmallCopy) -> tuple[str, str]:
         batch = words(4, small.tokens or TOKENS, small.words, ())
         parts = batch.cut(2) if cuts else (batch,)
         found = difference_of_parts(small.model, batch, parts, seed=SEED)
@@ -452,12 +449,12 @@ def is_our_own(model: nn.Module, plan: Mapping[str, str]) -> bool:
 def on_a_copy(
     model: nn.Module,
     roles: Mapping[str, Role],
-    look: Callable[[SmallCopy, bool], T],
+    look: Callable[[SmallCopy], T],
     *,
     keeps_all: bool = False,
     is_quick: bool = False,
 ) -> T:
-    """What `look` finds on the first small copy that runs. Copies are as wide as the model (True), if that is quick;
+    """What `look` finds on the first small copy that runs. Copies are as wide as the model, if that is quick;
     narrower; as wide as they may be. `keeps_all`: of all blocks; `is_quick`: none that takes seconds. Raises
     NoCopyError if none runs."""
     why = ""
@@ -470,7 +467,7 @@ def on_a_copy(
             continue
         for tokens in (None, *own_lengths(small.model)):
             try:
-                return look(replace(small, tokens=tokens), narrow is None)
+                return look(replace(small, tokens=tokens))
             except (NoCopyError, NotRunError) as error:
                 why = str(error) if tokens is None else why
     raise NoCopyError(why)
@@ -486,15 +483,10 @@ def _forms(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[Narrow
     yield None, LIMIT_BYTES
 
 
-def _trial(
-    small: SmallCopy, mesh: Mesh, form: Form, criterion: ModelLoss | None, *, as_it_is: bool
-) -> _Trial:
-    """The copy in a small world into which the mode can cut it. Raises ValueError for a model that the real one cannot
-    cut, if the copy is `as_it_is`."""
+def _trial(small: SmallCopy, mesh: Mesh, form: Form, criterion: ModelLoss | None) -> _Trial:
+    """The copy in a small world into which the mode can cut it."""
     mode = mode_of(mesh)
     swap_layers = mode_file(mode).swap_layers
-    if as_it_is:
-        swap_layers(deep_copy(small.model), Mesh.recording(mesh.layout, mesh.rank), small.roles, form)
     for layout in emulated_layouts(mesh):
         try:
             swap_layers(deep_copy(small.model), Mesh.recording(layout), small.roles, form)

@@ -88,7 +88,9 @@ class SmallCopy:
     words: int
     padding: tuple[int, ...]
     """Words whose rows are not trained."""
-    has_all_blocks: bool = False
+    has_all_blocks: bool
+    is_as_wide: bool
+    """Whether it has the widths of the model."""
     tokens: int | None = None
     """Of each sequence, where the model takes no other length; None: any."""
 
@@ -144,7 +146,7 @@ def small_copy(
     if narrow is not None:
         narrow.divide_numbers(made)
     words, padding = _resize(made, left)
-    return SmallCopy(made.eval(), dict(left), words, padding, has_all_blocks=keeps_all)
+    return SmallCopy(made.eval(), dict(left), words, padding, keeps_all, narrow is None)
 
 
 def has_more_blocks(model: nn.Module, roles: Mapping[str, Role]) -> bool:
