@@ -237,13 +237,14 @@ class EngineState:
                 f"cl.initialize, engine.load_full_state_dict, engine.close and a new engine"
             )
         config = self._context.config
+        where = f"zero.stage={config.zero.stage}, precision.dtype={config.precision.dtype!r}"
         for chunk in (*self._chunks, *self._frozen):
             if name := chunk.lost_change():
                 raise ValueError(
                     f"{what}: {name} was changed in place by other code than the engine (an optimizer of its own, "
                     f"max_norm, p.data = ..., or a hand). The change would be lost, as the value that is updated is "
-                    f"elsewhere (zero.stage={config.zero.stage}, precision.dtype={config.precision.dtype!r}); legal: "
-                    f"engine.step, initialize(optimizer=...), or engine.load_full_state_dict"
+                    f"elsewhere ({where}); legal: engine.step, initialize(optimizer=...), or "
+                    f"engine.load_full_state_dict"
                 )
 
     def refuse_mixed(self, what: str) -> None:

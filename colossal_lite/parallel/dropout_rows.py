@@ -75,8 +75,8 @@ def cut_linears(module: nn.Module, roles: Mapping[str, Role]) -> tuple[CutLinear
 def note_places(
     module: nn.Module, roles: Mapping[str, Role], cut: Iterable[str], note: Callable[[str], None]
 ) -> None:
-    """Have `note` called where activations become cut differently than the residual stream: with the name of each
-    linear of `cut` behind it, and with "" where a row-wise linear or a block begins."""
+    """Have `note` called where activations become cut in another way than the residual stream. It gets the name of each
+    linear of `cut` behind that, and "" where a row-wise linear or a block begins."""
     for name in cut:
         module.get_submodule(name).register_forward_hook(lambda *_, name=name: note(name))
     for name, role in roles.items():

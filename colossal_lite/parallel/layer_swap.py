@@ -279,8 +279,8 @@ def cut_range(
     spec: ShardSpec, layout: MeshLayout, coords: Mapping[str, int], fetch: Callable[[int, int], Tensor],
     start: int, stop: int,
 ) -> Tensor:  # fmt: skip
-    """Elements [start, stop) of this rank's flattened part of a tensor given by `fetch(start, stop)` of its flattened
-    elements; padding is zero. Only their rows are fetched."""
+    """Elements [start, stop) of this rank's flattened part of a tensor; padding is zero. `fetch(start, stop)` gives
+    elements of the whole one, flattened. Only rows of this part are fetched."""
     if not spec.sharding_axes:
         return fetch(start, stop)
     shape = spec.local_shape(layout)

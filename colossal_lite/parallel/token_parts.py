@@ -47,7 +47,7 @@ class Sequences:
 
     comm: Communicator
     attend: Callable[..., Tensor]
-    """(q, k, v, mask, scale) -> out [B, t, H, K] of this rank's queries over all keys [B, t, G, K]."""
+    """Gives out [B, t, H, K] of queries of this rank over all keys [B, t, G, K]; takes `mask` and `scale`."""
     in_order: Callable[[Tensor, int], Tensor]
     """All tokens in global order from the concatenation of all ranks' along a dim."""
 

@@ -376,7 +376,7 @@ def _replaced(model: nn.Module, by: Mapping[str, nn.Module]) -> Iterator[None]:
 def _given(
     block: nn.Module, takes: Sequence[Argument], carried: Tensor, at: Progress
 ) -> AbstractContextManager[Any]:
-    """Context of a block that gets what came in, in the place of the stream that the model's code hands it."""
+    """Context in which a block gets what came in, and not the stream that the model's code hands it."""
 
     def swap(module: nn.Module, args: Any, kwargs: Any) -> Any:
         at.is_before = False
