@@ -241,8 +241,8 @@ class Loss:
             self._compare(both, pair)
 
     def _refuse_other_levels(self, whole: Tensor, labels: Tensor, dim: int) -> None:
-        """Compare the criterion where the first half is right and the other is not. There the floor or the cap of a mean
-        shows, whatever the mean is at first."""
+        """Compare the criterion where the first half is right and the other is not. There the floor or the cap of a
+        mean shows, whatever the mean is at first."""
         made = _half_right(whole, labels, dim)
         if made is None or (given := self._of_half(made, labels)) is None:
             return
