@@ -9,8 +9,7 @@ one all-gather over `data`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +25,16 @@ from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.parallel.plan_proof import FirstBatch
 
 
+class FirstLook(Protocol):
+    """A proof with the arguments of the first forward that it waits for."""
+
+    def waits_for(self, samples: int) -> bool:
+        """Whether it looks at a forward with so many samples."""
+
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
+        """Look at arguments on the CPU. Raises ValueError for a model that would be another one."""
+
+
 class MicroBatches:
     """Checks batches and cuts them into micro-batches."""
 
@@ -35,7 +44,10 @@ class MicroBatches:
     ) -> None:  # fmt: skip
         """Batches must fit the sizes that the model has `stated`, and are added to `comparison`. `sees_padding`: as
         `padding.sees_padding` has it."""
-        self._first_batch, self._sees_padding = first_batch, sees_padding
+        looks: tuple[FirstLook | None, ...] = first_batch, parallelized.first_swap
+        self._looks = [each for each in looks if each is not None]
+        self._refusal = first_batch.refusal if first_batch else ""
+        self._sees_padding = sees_padding
         self._comparison = comparison
         self._mesh, self._device, self._config = context.mesh, context.device, context.config
         self._parallelized, self._stated = parallelized, stated
@@ -49,8 +61,8 @@ class MicroBatches:
         sizes = self.sizes(labels)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
         self.look(whole.args, whole.kwargs)
-        if self._first_batch is not None and self._first_batch.refusal and torch.is_grad_enabled():
-            raise ValueError(self._first_batch.refusal)
+        if self._refusal and torch.is_grad_enabled():
+            raise ValueError(self._refusal)
         self._comparison.add_read(batch)
         self._comparison.add_batch({name: host_copy(x) for name, x in whole.tensors.items()})
         pipeline, accumulation_steps = self._config.parallel.pipeline, self._config.gradient_accumulation
@@ -66,9 +78,9 @@ class MicroBatches:
         return parts
 
     def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Look at the arguments of a forward. Raises ValueError for a model whose samples see each other, by the first
-        of several samples. Also for a length at which the model in parts is another. And for ids of other lengths on
-        other ranks, if padding is seen; collective then."""
+        """Look at the arguments of a forward. Raises ValueError for samples that see each other, or a swap of layers
+        that makes another model, by the first ones. Also for a length at which the model in parts is another. And for
+        ids of other lengths on other ranks, if padding is seen; collective then."""
         inputs = first_input(args, kwargs)
         samples = len(inputs)
         if self._sees_padding and inputs.dim() == 2 and "attention_mask" not in kwargs:
@@ -77,11 +89,12 @@ class MicroBatches:
         if proofs is not None and samples and inputs.dim() == 2 and not inputs.is_floating_point():
             with _disable_current_modes():  # a meter does not count what copies make
                 proofs.check(inputs.shape[1])
-        if self._first_batch is not None and torch.is_grad_enabled() and samples > 1:
+        if now := [each for each in self._looks if each.waits_for(samples)]:
             args, kwargs = apply_to_tensors((args, dict(kwargs)), to_host)
             with _disable_current_modes():
-                self._first_batch.check(args, kwargs, samples)
-            self._first_batch = replace(self._first_batch, model=None)
+                for each in now:
+                    each.check(args, kwargs, samples)
+                    self._looks.remove(each)
 
     def _check_lengths(self, tokens: int) -> None:
         """Raises ValueError for sequences of other lengths on other data ranks; 0 tokens: none here. Collective."""

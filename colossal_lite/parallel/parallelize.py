@@ -41,6 +41,7 @@ from colossal_lite.parallel.dropout_rows import (
     note_places,
     rows_behind,
 )
+from colossal_lite.parallel.first_swap import FirstSwap, form_without_proof
 from colossal_lite.parallel.fused_head import FusedHead, UnmadeLogits, fuse_head, head_of
 from colossal_lite.parallel.hugging_face import is_hugging_face
 from colossal_lite.parallel.length_proof import LengthProofs, Proof, proofs_at
@@ -88,6 +89,8 @@ class Parallelized:
     form: Form = field(default_factory=Form)
     head: FusedHead | None = None
     """The head, if it can compute the loss."""
+    first_swap: FirstSwap | None = None
+    """What proves the swap with the first batch; None if it is proven, or cannot be."""
 
     def local_part(self, batch: Batch) -> Batch:
         """What this rank's layers see of a micro-batch. Raises ValueError if it cannot be cut so."""
@@ -143,9 +146,11 @@ def parallelize(
     chosen: Mapping[str, str] = {}
     roles: Mapping[str, Role] = {}
     linears: tuple[CutLinear, ...] = ()
-    form = Form()
+    form, first = Form(), None
     if mesh.size("tensor") > 1:
-        chosen, roles, form = _proven(module, mesh, plan, sequence_parallel, regather_inputs, criterion)
+        chosen, roles, form, first = _proven(
+            module, mesh, plan, sequence_parallel, regather_inputs, criterion
+        )
     _check_auxiliary(module, mesh, form.sequence_parallel, sequence_mode)
     _check_compiled(module, form, compiled)
     padding = padding_of(
@@ -171,7 +176,9 @@ def parallelize(
     auxiliary.bind(module, partial(_share, share_at, mesh.size("sequence")))
     give_ops(module, ops)
     fused = fuse_head(module, head, ops, is_cut=mesh.size("tensor") > 1)
-    return Parallelized(strategy, ops, specs, has_dropout, auxiliary, chosen, padding, lengths, form, fused)
+    return Parallelized(
+        strategy, ops, specs, has_dropout, auxiliary, chosen, padding, lengths, form, fused, first
+    )
 
 
 def _length_proofs(
@@ -307,8 +314,9 @@ QUIET_S = 1.0
 def _proven(
     module: nn.Module, mesh: Mesh, plan: Literal["auto"] | Mapping[str, str],
     sequence_parallel: bool | Literal["auto"], regather_inputs: bool, criterion: ModelLoss | None,
-) -> tuple[Mapping[str, str], Mapping[str, Role], Form]:  # fmt: skip
-    """The plan, the roles and the form in which the model stays what it is. Raises ValueError if there are none."""
+) -> tuple[Mapping[str, str], Mapping[str, Role], Form, FirstSwap | None]:  # fmt: skip
+    """The plan, the roles and the form in which the model stays what it is. Without a proof, also what proves them with
+    the first batch. Raises ValueError if there are none."""
     first: ValueError | None = None
     began_s, is_told = time.monotonic(), mesh.rank != 0
     given = (AutoPlan(with_new_names(plan), {}),) if plan != "auto" else _auto_plans(module, mesh)
@@ -316,7 +324,11 @@ def _proven(
         chosen = found.plan
         try:
             roles = assign_roles(chosen, *_names(module))
-            form = check_plan(module, mesh, chosen, roles, sequence_parallel, regather_inputs, criterion)
+            how = sequence_parallel, regather_inputs, criterion
+            try:
+                form, later = check_plan(module, mesh, chosen, roles, *how), None
+            except NoCopyError as error:
+                form, later = form_without_proof(module, mesh, roles, *how, error)
         except ValueError as error:
             first = first or error
             if not is_told and time.monotonic() - began_s > QUIET_S:
@@ -339,7 +351,7 @@ def _proven(
                 + (f" ({first})" if first else ""),
                 stacklevel=4,
             )
-        return chosen, roles, form
+        return chosen, roles, form, later
     assert first is not None, "there is a plan"
     if isinstance(first, UnfitError):
         first.advise()

@@ -1,8 +1,7 @@
 """Proves a plan of roles on a small copy of the model, and names what does not fit.
 
 Note: where there is no proof.
-A model has no proof if it does not run on random words, or its blocks are too large. Then classes and settings alone
-are checked, and a warning says so.
+A model that does not run on random words has none here. Its first batch is the proof then (first_swap.py).
 """
 
 from __future__ import annotations
@@ -66,22 +65,25 @@ OUR_PARTS = (nn.ModuleList, nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, n
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """How a small copy is run in a tensor mode."""
+class Trial:
+    """How a small copy is run in a tensor mode. `given`: what it is run on, with labels; None for random words."""
 
     small: SmallCopy
     layout: MeshLayout
     mode: str
     criterion: ModelLoss | None
+    given: Batch | None = None
 
     @property
     def batch(self) -> Batch:
+        if self.given is not None:
+            return self.given
         ranks = self.layout.world_size
         tokens = self.small.tokens or (TOKENS if TOKENS % ranks == 0 else 2 * ranks)
         return words(max(ranks, 2), tokens, self.small.words, self.small.padding)
 
     @cached_property
-    def _truth(self) -> Truth:
+    def truth(self) -> Truth:
         return truth_of(self.small.model, self.batch, self.criterion)
 
     def difference(self, roles: Mapping[str, Role], form: Form) -> Difference | None:
@@ -92,7 +94,16 @@ class _Trial:
             gather_logits(module, roles, made[0], self.criterion)
             return made
 
-        return prove(self.small.model, self.batch, swap, self.layout, self.criterion, self._truth)
+        return prove(self.small.model, self.batch, swap, self.layout, self.criterion, self.truth)
+
+    def unfit(self, forms: Sequence[Form], found: Difference) -> UnfitError:
+        """The error that refuses these roles."""
+        words = "" if self.given is None else ", run on samples of the first batch,"
+        return UnfitError(
+            f"plan: with these roles a small copy of the model{words} on {self.layout.world_size} emulated ranks of "
+            f"tensor mode {self.mode} is not that of one process. Found: {found.what}",
+            lambda: self.fitting(forms) or _place(self.small, found),
+        )
 
     def fitting(self, forms: Sequence[Form]) -> str:
         """The first change of one role's form, or of sequence_parallel, with which the copy is exact, in words."""
@@ -153,8 +164,8 @@ def check_plan(
     model: nn.Module, mesh: Mesh, plan: Mapping[str, str], roles: Mapping[str, Role],
     sequence_parallel: bool | Literal["auto"], regather_inputs: bool, criterion: ModelLoss | None = None,
 ) -> Form:  # fmt: skip
-    """The form in which the swapped model is the plain one; the same on every rank. Raises UnfitError if there is none.
-    `criterion`: the loss is the model's own.
+    """The form in which the swapped model is the plain one; the same on every rank. Raises UnfitError if there is none,
+    and NoCopyError without a proof. `criterion`: the loss is the model's own.
 
     Nothing is communicated. Our own GPT under its own plan is what tests prove, and is not proven again.
     """
@@ -162,11 +173,11 @@ def check_plan(
     if mesh.is_recording or is_our_own(model, plan):
         return forms[0]
 
-    def tried(small: SmallCopy, some: Sequence[Form] = forms) -> tuple[_Trial, list[Difference], Form | None]:
+    def tried(small: SmallCopy, some: Sequence[Form] = forms) -> tuple[Trial, list[Difference], Form | None]:
         if small.is_as_wide:  # raises ValueError for a model that the real mesh cannot cut
             recorded = Mesh.recording(mesh.layout, mesh.rank)
             mode_file(mode_of(mesh)).swap_layers(deep_copy(small.model), recorded, small.roles, some[0])
-        trial, found = _trial(small, mesh, some[0], criterion), list[Difference]()
+        trial, found = trial_of(small, mesh, some[0], criterion), list[Difference]()
         if small.has_all_blocks:  # random values may grow through them beyond what can be compared
             check_finite(small.model, trial.batch, criterion)
         for form in some:
@@ -176,11 +187,7 @@ def check_plan(
             found.append(difference)
         return trial, found, None
 
-    try:
-        trial, found, form = on_a_copy(model, roles, tried)
-    except NoCopyError as error:
-        _without_proof(model, mesh, roles, error)
-        return replace(forms[0], sequence_parallel=sequence_parallel is True)
+    trial, found, form = on_a_copy(model, roles, tried)
     if form is not None and has_more_blocks(model, roles):  # some may do what the first ones do not
         with suppress(NoCopyError):
             left = forms[forms.index(form) :]
@@ -194,11 +201,7 @@ def check_plan(
                 stacklevel=4,
             )
         return form
-    text = (
-        f"plan: with these roles a small copy of the model on {trial.layout.world_size} emulated ranks of tensor "
-        f"mode {trial.mode} is not that of one process. Found: {found[-1].what}"
-    )
-    raise UnfitError(text, lambda: trial.fitting(forms) or _place(trial.small, found[-1]))
+    raise trial.unfit(forms, found[-1])
 
 
 def legal_forms(
@@ -248,7 +251,7 @@ def check_sequence(
                 f"sequence: {type(model).__name__} cannot be proven on a small copy: {error}; legal: a model that runs "
                 f"on ids alone, or sequence=1"
             ) from error
-        return _without_proof(model, mesh, {}, error)
+        return warn_of_no_proof(type(model).__name__, error) if mesh.rank == 0 else None
     if found is not None:
         where = f" at {_named(replace(small, roles={}), found.where)}" if found.where else ""
         raise ValueError(
@@ -270,7 +273,7 @@ def _across(mode: str, module: nn.Module, rank: Mesh) -> ModeResult:
 def swapped_at(mesh: Mesh, form: Form, criterion: ModelLoss | None, small: SmallCopy, tokens: int) -> str:
     """How a copy whose layers are swapped differs from the plain one at so many tokens, or "". Raises NoCopyError or
     NotRunError."""
-    trial = _trial(replace(small, tokens=tokens), mesh, form, criterion)
+    trial = trial_of(replace(small, tokens=tokens), mesh, form, criterion)
     found = trial.difference(small.roles, form)
     return "" if found is None else found.what
 
@@ -292,11 +295,14 @@ class FirstBatch:
     refusal: str = ""
     """Why the engine cannot start a backward from a sum over labels; "" if it can."""
 
+    def waits_for(self, samples: int) -> bool:
+        """Whether it looks at a forward with so many samples. An evaluation cuts no batch."""
+        return self.model is not None and torch.is_grad_enabled() and samples > 1
+
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
         """As `check_samples_apart`, with the first of the `samples` of a forward's arguments, on the CPU. A copy that
         does not run on them shows nothing."""
-        if self.model is None:
-            return
+        assert self.model is not None
         count = min(samples, FEW_SAMPLES)
 
         def few(value: Any) -> Any:
@@ -412,10 +418,8 @@ def _fewest(size: int) -> int:
     return next((n for n in range(2, size + 1) if size % n == 0), 1)
 
 
-def _without_proof(
-    model: nn.Module, mesh: Mesh, roles: Mapping[str, Role], error: NoCopyError
-) -> None:  # fmt: skip
-    """Refuses what only a proof can admit, and warns of the rest."""
+def check_provable(model: nn.Module, roles: Mapping[str, Role], error: NoCopyError) -> None:
+    """Raises ValueError for what only a proof before the swap can admit."""
     own = [
         f"{name} ({type(model.get_submodule(name)).__name__})"
         for name, role in roles.items()
@@ -426,12 +430,15 @@ def _without_proof(
             f"plan: {', '.join(own)} has a forward of its own, which must be proven, and cannot be: {error}; legal: "
             f"nn.Embedding as it is"
         )
-    if mesh.rank == 0:
-        warnings.warn(
-            f"plan: {type(model).__name__} is not proven on a small copy ({error}); the classes, settings and hooks of "
-            f"its layers are checked, and roles are taken as they are",
-            stacklevel=4,
-        )
+
+
+def warn_of_no_proof(kind: str, error: ValueError) -> None:
+    """Warn of a model of class `kind` that no copy can prove."""
+    warnings.warn(
+        f"plan: {kind} is not proven on a small copy ({error}); the classes, settings and hooks of its layers are "
+        f"checked, and roles are taken as they are",
+        stacklevel=4,
+    )
 
 
 def is_our_own(model: nn.Module, plan: Mapping[str, str]) -> bool:
@@ -483,7 +490,7 @@ def _forms(model: nn.Module, roles: Mapping[str, Role]) -> Iterator[tuple[Narrow
     yield None, LIMIT_BYTES
 
 
-def _trial(small: SmallCopy, mesh: Mesh, form: Form, criterion: ModelLoss | None) -> _Trial:
+def trial_of(small: SmallCopy, mesh: Mesh, form: Form, criterion: ModelLoss | None) -> Trial:
     """The copy in a small world into which the mode can cut it."""
     mode = mode_of(mesh)
     swap_layers = mode_file(mode).swap_layers
@@ -492,12 +499,12 @@ def _trial(small: SmallCopy, mesh: Mesh, form: Form, criterion: ModelLoss | None
             swap_layers(deep_copy(small.model), Mesh.recording(layout), small.roles, form)
         except ValueError:  # fewer ranks may not divide what the real number does
             continue
-        return _Trial(small, layout, mode, criterion)
+        return Trial(small, layout, mode, criterion)
     raise NoCopyError("no small number of ranks divides its heads as the real number does")
 
 
 def emulated_layouts(mesh: Mesh) -> Iterator[MeshLayout]:
-    """Small worlds of the mode of a mesh, best first: sides of as many ranks as are few and divide the real number."""
+    """Small worlds of the mode of a mesh, best first. Their sides have few ranks, which divide the real number."""
     mode = TENSOR_MODES[mode_of(mesh)]
     edge = parts_of(mesh)
     few = sorted((d for d in range(2, MOST_SIDES[mode.sides] + 1) if edge % d == 0), reverse=True)

@@ -11,9 +11,10 @@ leaves the process, and nothing is drawn from torch's generator.  So every rank 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,7 @@ Replace = Callable[[nn.Module, Mesh], ModeResult]
 
 
 class NotRunError(ValueError):
-    """The plain model does not run on random words, so nothing can be said of it."""
+    """The plain model does not run on what it is given, so nothing can be said of it."""
 
 
 class NoLogitsError(ValueError):
@@ -99,21 +100,41 @@ class _Run:
 
 @dataclass(frozen=True)
 class Truth:
-    """What the plain model gives, and torch's random state behind its run."""
+    """What the plain model gives, torch's random state behind its run, and how long that took."""
 
     run: _Run
     random: Tensor
+    took_s: float
 
 
 def truth_of(model: nn.Module, batch: Batch, criterion: ModelLoss | None = None) -> Truth:
     """The run of the plain model, which several proofs may share. Raises NotRunError if it does not run by itself, and
     NoLogitsError if it gives none."""
+    with _plain_copy(model) as plain:
+        began_s = time.monotonic()
+        run = _plain_run(plain, batch, criterion)
+        return Truth(run, torch.get_rng_state(), time.monotonic() - began_s)
+
+
+def with_labels(model: nn.Module, batch: Batch) -> Batch:
+    """The batch with random numbers for labels, in the shape of the logits of the plain model. Raises as `truth_of`."""
+    with _plain_copy(model) as plain, torch.no_grad(), Plainly():
+        shape = _logits(plain, batch).shape
+    if not shape:
+        raise NotRunError("its logits are one number")
+    generator = torch.Generator().manual_seed(1)
+    return replace(batch, labels=torch.randn(shape, generator=generator, dtype=torch.float64))
+
+
+@contextmanager
+def _plain_copy(model: nn.Module) -> Iterator[nn.Module]:
+    """A copy in training to be run. What its code raises is a NotRunError with the place, or a NoLogitsError."""
     calls = Calls()
     plain = deep_copy(model).train()
     calls.watch(plain)
     with generators_kept():
         try:
-            return Truth(_plain_run(plain, batch, criterion), torch.get_rng_state())
+            yield plain
         except NoLogitsError:
             raise
         except Exception as error:  # of a user's code, whatever it is
@@ -132,9 +153,10 @@ def prove(
     gradients. `truth`: of `model` on `batch`, if it is known. Raises NotRunError if it does not run by itself.
     """
     truth = truth or truth_of(model, batch, criterion)
+    wait_s = max(LONGEST_S, 4 * layout.world_size * truth.took_s)  # for the work of all the others
     with generators_kept():
         torch.set_rng_state(truth.random)
-        world = EmulatedWorld(LONGEST_S)
+        world = EmulatedWorld(wait_s)
         meshes = Mesh.emulated(layout, world)
         ranks = [_Rank(deep_copy(model).train(), mesh, batch, replace, Calls(), criterion) for mesh in meshes]
         try:
@@ -179,13 +201,27 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum"), labels.numel()
 
 
+def _plain_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """Cross-entropy of ids. Of numbers in the shape of the logits, the squared distance, which one word has too."""
+    if not labels.is_floating_point():
+        return cross_entropy(logits, labels)
+    return (logits - labels).square().sum(), labels.numel()
+
+
+def _loss_of_part(strategy: TensorStrategy, logits: Tensor, labels: Tensor) -> tuple[Tensor, Any]:
+    """As `_plain_loss`, of a rank's part of the logits."""
+    if not labels.is_floating_point():
+        return strategy.cross_entropy(TORCH, logits, labels)
+    return _plain_loss(strategy.whole_vocabulary(logits), labels)
+
+
 def sum_of_squares(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     """The sum over all samples, and their number."""
     return outputs.square().sum(), labels.numel()
 
 
 def _plain_run(
-    model: nn.Module, batch: Batch, criterion: ModelLoss | None = None, loss_of: LossOf = cross_entropy,
+    model: nn.Module, batch: Batch, criterion: ModelLoss | None = None, loss_of: LossOf = _plain_loss,
     seed: float = 1.0,
 ) -> _Run:  # fmt: skip
     """`seed`: what backward starts with. Gradients are divided by it."""
@@ -213,13 +249,18 @@ def _loss(model: nn.Module, part: Batch, criterion: ModelLoss | None, loss_of: L
         if criterion is not None:
             asked = criterion.asked(part)
             return criterion.of(model(*asked.args, **asked.kwargs), part.labels)[0]
-        outputs = model(*part.args, **part.kwargs)
-        try:
-            logits = logits_of(outputs)
-        except ValueError as error:
-            raise NoLogitsError(f"{error}; or parallel.tensor=1 and parallel.sequence=1") from error
-        labels = _last(part.labels, logits) if part.labels.dim() > 1 else part.labels
+        logits, labels = _logits(model, part), part.labels
+        if labels.dim() > 1 and not labels.is_floating_point():
+            labels = _last(labels, logits)
         return loss_of(logits, labels)[0]
+
+
+def _logits(model: nn.Module, part: Batch) -> Tensor:
+    outputs = model(*part.args, **part.kwargs)
+    try:
+        return logits_of(outputs)
+    except ValueError as error:
+        raise NoLogitsError(f"{error}; or parallel.tensor=1 and parallel.sequence=1") from error
 
 
 def difference_of_parts(
@@ -292,7 +333,7 @@ class _Rank:
         fill_placeholders(self.model, originals, specs, self.mesh)
         self.calls.watch(self.model)
         part = strategy.local_part(self.batch)
-        loss_of = partial(strategy.cross_entropy, TORCH)
+        loss_of = partial(_loss_of_part, strategy)
         with torch.enable_grad():
             total = _loss(self.model, part, self.criterion, loss_of)
         with Plainly():

@@ -19,8 +19,9 @@ from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.parallel import plan_proof
+from colossal_lite.parallel import first_swap, plan_proof
 from colossal_lite.parallel.auto_plan import auto_plan
+from colossal_lite.parallel.first_swap import FirstSwap
 from colossal_lite.parallel.narrowing import narrowing
 from colossal_lite.parallel.parallelize import parallelize
 from colossal_lite.parallel.roles import Role, assign_roles, known_plan
@@ -393,11 +394,39 @@ class OfFloats(Model):
         return y
 
 
-def test_a_model_that_does_not_run_on_words_is_told_not_to_be_proven() -> None:
+def of_floats(tensor: Mapping[str, Any] = {}) -> FirstSwap:  # noqa: B006
+    """What looks at the first batch of `OfFloats`, of which no warning is given at its swap."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = parallelize(OfFloats(), mesh_of(dict(size=2)), plan_of("plain"), **tensor)
+    assert made.first_swap is not None
+    return made.first_swap
+
+
+def test_a_model_that_does_not_run_on_words_is_proven_by_its_first_batch() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        of_floats().check((torch.randn(3, TOKENS, WIDTH),), {}, 3)
+    with pytest.raises(ValueError, match="first batch, .*parallel.tensor.sequence_parallel=False they agree"):
+        of_floats(dict(sequence_parallel=True)).check((torch.randn(3, TOKENS, WIDTH),), {}, 3)
+
+
+def test_a_model_that_runs_on_nothing_given_is_told_not_to_be_proven() -> None:
     with pytest.warns(
         UserWarning, match=r"OfFloats is not proven on a small copy \(blocks.0.norm_1: .*\); the classes"
     ):
-        swap(OfFloats(), plan_of("plain"), MODES["1d"])
+        of_floats().check((torch.randn(3, TOKENS, WIDTH + 1),), {}, 3)
+
+
+def test_a_model_too_large_for_its_first_batch_is_told_not_to_be_proven(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(first_swap, "MOST_QUICK_BYTES", 1)
+    with pytest.warns(
+        UserWarning, match=r"OfFloats is not proven on a small copy \(blocks.0.norm_1: .*\); the classes"
+    ):
+        made = parallelize(OfFloats(), mesh_of(dict(size=2)), plan_of("plain"))
+    assert made.first_swap is None
 
 
 class OfOneToken(Model):
