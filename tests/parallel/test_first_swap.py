@@ -202,20 +202,28 @@ def trained(env: RankEnv, kind: str, way: str, tensor: Mapping[str, Any], begins
     with env.launch(config | dict(parallel=dict(tensor=dict(tensor)))) as context, warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = cl.initialize(model_of(kind, way), context=context, plan=plan_of(kind), criterion=squares)
-        for step in range(2):
+        if begins != "training":
+            evaluated(engine, kind)
+        for step in range(0 if begins == "evaluation alone" else 2):
             given = arguments(kind, seed=step)
             if kind == "one":
-                if begins == "evaluation" and not step:
-                    engine.eval_step((given[0], torch.zeros(SAMPLES, 4, dtype=torch.float64)))
-                engine.train_step((given[0], torch.zeros(SAMPLES, 4, dtype=torch.float64)))
-                continue
-            if begins == "evaluation" and not step:
-                with torch.inference_mode():
-                    engine(*given)
-            outputs = engine(*given)
-            engine.backward(outputs.square().mean())
-            engine.step()
+                engine.train_step((given[0], NOTHING))
+            else:
+                engine.backward(engine(*given).square().mean())
+                engine.step()
         return engine.full_state_dict()
+
+
+NOTHING = torch.zeros(SAMPLES, 4, dtype=torch.float64)
+
+
+def evaluated(engine: cl.Engine, kind: str) -> None:
+    given = arguments(kind)
+    if kind == "one":
+        engine.eval_step((given[0], NOTHING))
+        return
+    with torch.inference_mode():
+        engine(*given)
 
 
 def squares(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -248,7 +256,9 @@ def test_what_the_first_batch_proves_trains_as_in_one_process(kind: str, mode: s
             assert float((weights[name] - value).norm()) < 1e-12 * float(value.norm()), name
 
 
-@pytest.mark.parametrize(("kind", "mode", "begins"), REAL)
+@pytest.mark.parametrize(
+    ("kind", "mode", "begins"), [*REAL, ("one", "1d", "evaluation alone"), ("two", "1d", "evaluation alone")]
+)
 def test_all_ranks_refuse_before_the_first_forward(kind: str, mode: str, begins: str) -> None:
     size = MODES[mode]["size"]
     with pytest.raises(WorldError, match="run on samples of the first batch") as error:
