@@ -306,7 +306,8 @@ class Engine:
         """Add the gradient of `loss` (0-d). Every rank makes equally many calls if each micro-batch is reduced.
 
         `count`: the loss is a mean over so many tokens, and the step divides by the global number.  None: every data
-        rank has the same weight, and the losses of several calls add up.
+        rank has the same weight, and the losses of several calls add up.  Then `step` raises RanksDifferError on every
+        rank if ranks have other numbers of samples, or of valid labels that the model gets.
         With `optimizer.update_when="backward"` the weights are updated when this returns, except those that `step`
         updates. Then a step has as many calls as `gradient_accumulation` says, and the last one updates."""
         self._loop.backward(loss, count, self._rate_factor)

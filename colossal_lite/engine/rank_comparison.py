@@ -299,7 +299,7 @@ def _weight_fault(told: Sequence[Mapping[str, Any]]) -> str:
     """The message for the first rank whose losses should weigh otherwise than those of rank 0, or ""."""
     names = ("samples", "valid labels", "valid labels behind the first token")
     for rank, row in enumerate(told):
-        for one, other in zip(told[0]["weights"], row["weights"], strict=False):
+        for one, other in zip_longest(told[0]["weights"], row["weights"], fillvalue=[0]):  # 0: no call
             if one != other:
                 at = next(i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b)
                 return (

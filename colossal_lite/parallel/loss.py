@@ -179,7 +179,7 @@ class Loss:
             self._check_reads(total, made_by)
         if judges and versions == (whole._version, labels._version):
             self._judged += 1
-            given = _Given(whole.detach(), labels, total.detach(), count)
+            given = CriterionResult(whole.detach(), labels, total.detach(), count)
             self._refuse_other_sums(given)
             if part.positions is not None and (halves := _halves(whole.detach(), labels, 1)):
                 self._compare(given, halves, "parallel.sequence")
@@ -212,7 +212,7 @@ class Loss:
                 f"({self.parts}). Legal: a loss of the logits, or colossal_lite.AuxiliaryLoss in the module"
             )
 
-    def _refuse_other_sums(self, given: _Given) -> None:
+    def _refuse_other_sums(self, given: CriterionResult) -> None:
         """Compare what the criterion gave with what it gives for two halves, weighted by their labels.
 
         Halves are of samples, or of the tokens of a single one. Where they cannot be judged, this micro-batch is one
@@ -254,7 +254,7 @@ class Loss:
 
     def _compare(
         self,
-        whole: _Given,
+        whole: CriterionResult,
         parts: Sequence[tuple[Tensor, Tensor]],
         cut: str = "parallel.data or gradient_accumulation",
     ) -> bool:
@@ -283,7 +283,7 @@ class Loss:
             f"up to"
         )
 
-    def _of_half(self, whole: Tensor, labels: Tensor) -> _Given | None:
+    def _of_half(self, whole: Tensor, labels: Tensor) -> CriterionResult | None:
         """What the criterion gives for some samples; None if it raises there, or draws."""
         assert callable(self.criterion)
         devices = [whole.device] if whole.is_cuda else []
@@ -294,11 +294,15 @@ class Loss:
                 total, count = _weighed(found, int((labels != -100).sum()))
             except Exception:  # it may not take this size, and is never given it
                 return None
-            return None if drawn_between(before, states(devices)) else _Given(whole, labels, total, count)
+            return (
+                None
+                if drawn_between(before, states(devices))
+                else CriterionResult(whole, labels, total, count)
+            )
 
 
 @dataclass(frozen=True)
-class _Given:
+class CriterionResult:
     """What a criterion gave for these logits and labels: a sum and its count."""
 
     logits: Tensor

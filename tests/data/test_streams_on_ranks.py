@@ -108,7 +108,7 @@ def _used(engine: Any, batch: Any, way: str) -> None:
     else:  # a loop of the user's own, by halves of a batch
         inputs, labels = batch
         for x, y in zip(inputs.split(1), labels.split(1), strict=True):
-            engine.backward(F.cross_entropy(engine(x).flatten(0, 1), y.flatten()))
+            engine.backward(F.cross_entropy(engine(x).flatten(0, 1), y.flatten()), count=y.numel())
         engine.step()
 
 
