@@ -18,6 +18,7 @@ from colossal_lite.config.config import Config
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.linear_hooks import LinearHooks
 from colossal_lite.engine.memory_report import Metering
+from colossal_lite.engine.model_structure import OwnState
 from colossal_lite.engine.rank_comparison import repeats
 from colossal_lite.engine.update_timing import Updates
 from colossal_lite.memory.chunk import Chunk
@@ -217,6 +218,8 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
         is_staged=config.parallel.pipeline.is_staged, is_traced=isinstance(built.stages.sections, TracedSections),
     )  # fmt: skip
     surround_recomputation(model, weights.again)
+    if axes := [f"parallel.{axis}" for axis in ("tensor", "pipeline") if mesh.size(axis) > 1]:
+        weights.reading = OwnState(model, " and ".join(axes)).reading
     weights.refuses_writes = mesh.world_size > 1 or bool(repeats(config))
     weight_grads = _weight_grads_of(model, config)
     optimizer, choice = _optimizer_of(built, context, factory, parameters)

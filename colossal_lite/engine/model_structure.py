@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from colossal_lite.numerics.torch_modes import storage_of
 
@@ -77,10 +79,51 @@ class OwnForward:
             )
 
 
+class OwnState:
+    """Refuses `state_dict` and `load_state_dict` where this rank has a part of a model. So it does for its modules, and
+    after the engine has closed. Only the engine may call them."""
+
+    def __init__(self, model: nn.Module, axes: str) -> None:
+        self._axes, self._reads = axes, False
+        for module in model.modules():
+            module.register_state_dict_pre_hook(partial(self._check, "state_dict"))
+            module.register_load_state_dict_pre_hook(partial(self._check, "load_state_dict"))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around a call of the engine."""
+        self._reads = True
+        try:
+            yield
+        finally:
+            self._reads = False
+
+    def _check(self, call: str, *_: object) -> None:
+        if self._reads:
+            return
+        legal = "engine." + call.replace("state", "full_state")
+        saves = (
+            ". For save_pretrained: its argument state_dict=" + legal + "()" if call == "state_dict" else ""
+        )
+        raise ValueError(
+            f"model.{call}(): with {self._axes} this rank has a part of the model; legal: {legal}(){saves}"
+        )
+
+
 def is_in_parts(model: nn.Module) -> bool:
     """Whether an engine has cut the layers of this model."""
     hooks = model._forward_pre_hooks.values()
     return any(isinstance(getattr(hook, "__self__", None), OwnForward) for hook in hooks)
+
+
+def check_lazy(module: nn.Module) -> None:
+    """Raises ValueError for a module whose parameters get their shapes in its first forward."""
+    for name, owner in module.named_modules():
+        if any(map(is_lazy, (*owner._parameters.values(), *owner._buffers.values()))):
+            raise ValueError(
+                f"model: {name or 'it'} is a {type(owner).__name__}, whose parameters have no shape yet. Legal: run "
+                f"the model once before cl.initialize, or a module of stated sizes"
+            )
 
 
 def check_storages(module: nn.Module) -> None:

@@ -218,7 +218,10 @@ class OtherStageModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         name, unit = self._place
-        raise RuntimeError(f"{name} is not on this rank: unit {unit!r} is on another pipeline stage")
+        raise ValueError(
+            f"parallel.pipeline: {name} is not on this rank. Unit {unit!r} is on another stage. Legal: train_step or "
+            f"eval_step of the engine; or a model built anew that loads engine.full_state_dict()"
+        )
 
 
 class Progress:

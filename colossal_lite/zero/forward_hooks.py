@@ -13,7 +13,7 @@ gathered, they run one chunk ahead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -47,6 +47,8 @@ class ForwardGates:
         """Stage -> the last place of a chunk that is read before its gate."""
         self._was_seen: set[tuple[int, bool]] = set()  # stages that were watched, with gradients or without
         self._asked: set[int] = set()  # chunks that gates have asked for in this forward
+        self.reading: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Context in which the model's own `state_dict()` may be called, whatever part this rank has."""
         self.refuses_writes = False
         """Whether several ranks, or several forwards of a step, would each change a frozen parameter."""
         self._frozen_in = {storage_of(p): n for n, p in parameters.items() if not p.requires_grad}
@@ -58,8 +60,8 @@ class ForwardGates:
             needed = tuple(dict.fromkeys(chunk_of[name] for name in own if name in chunk_of))
             if needed:
                 self._handles += self._gates(owner, needed)
-        self._handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
-        self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: self._before_load()))
+            self._handles.append(owner.register_state_dict_pre_hook(self._before_state_dict))
+            self._handles.append(owner.register_load_state_dict_pre_hook(lambda *_: self._before_load()))
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ValueError(
@@ -211,7 +213,8 @@ class ForwardGates:
     def state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
         """The model's own `state_dict()`, for names, shapes and buffers: its weights may be placeholders."""
         self._names_only = True
-        found = dict(self._module.state_dict(keep_vars=keep_vars))
+        with self.reading():
+            found = dict(self._module.state_dict(keep_vars=keep_vars))
         self._names_only = False
         return found
 
