@@ -31,7 +31,7 @@ from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built, GlobalNames
-from colossal_lite.engine.model_structure import check_storages, is_in_parts
+from colossal_lite.engine.model_structure import check_lazy, check_storages, is_in_parts
 from colossal_lite.engine.rank_comparison import repeats, splits
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.memory.chunk import Chunk
@@ -142,6 +142,7 @@ def _initialize(
 ) -> Engine:  # fmt: skip
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
+    check_lazy(module)
     facts = _check_model(module, context)
     first_batch, pads_alone = _of_batches(module, context)
     loss = _loss_by(criterion, module, context)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossal_lite.kernels import TORCH, Ops
@@ -302,6 +303,11 @@ class _Recorder(TorchDispatchMode):
 
     def to_meta(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """The meta twin of a parameter that is being registered; it takes over the recipe of the parameter's values."""
+        if is_lazy(parameter):
+            raise InitialiserError(
+                f"parameter {name}: it has no shape before the first forward. Legal: a module of stated sizes, or a "
+                f"model that has run once in the place of a callable"
+            )
         recipe = self._recipe(parameter)
         if recipe is None or recipe.numel != parameter.numel():
             raise InitialiserError(
