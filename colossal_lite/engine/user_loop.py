@@ -10,6 +10,7 @@ pipeline is refused, since only the engine can run its plan.  Auxiliary losses a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from colossal_lite.zero.build_chunks import sharding_of
 
 ALIKE = 1e-5
 """How far weighted sums of an output may be apart on ranks that have the same, as a share of the absolute sum."""
+LABELS = ("labels", "targets", "lm_labels", "target", "label")
+"""Arguments by which a forward gets labels, for a loss of its own."""
 FROM_MODEL = "of the outputs of a model"
 """Metadata of the nodes by which the graph of a loss enters the model."""
 
@@ -55,6 +58,13 @@ class UserLoop:
         tensor = self._config.parallel.tensor
         self._cuts_all = tensor.size > 1 and tensor.mode != "1d"
         self._cuts_tokens = self._mesh.size("sequence") > 1
+        hidden = {e.name for c in (*built.chunks, *built.frozen) if c.is_sharded for e in c.spec.entries}
+        self._not_whole = {id(p): n for n, p in parts.parameters.items() if self._has_parts or n in hidden}
+        """Names of the parameters that this rank has in part, or not at all outside of forward."""
+        self._forwards: list[
+            tuple[int, int]
+        ] = []  # nodes of autograd that each forward of this step has made
+        self._first_node = 0  # of the forward at hand
         self._known: dict[tuple[torch.Size, ...], Sequence[bool]] = {}
         self._is_empty = False  # whether this rank has no sample of the micro-batch at hand
         self._samples = 0  # of all data ranks in that micro-batch
@@ -64,6 +74,7 @@ class UserLoop:
     def local_part(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """This rank's part of the arguments of a call of the model. Sets the dropout counters."""
         self._refuse("engine(x)")
+        self._refuse_labels(args, kwargs)
         self._updates.refuse_within("engine(x)")
         self._parts.linear_hooks.look()
         inputs = first_input(args, kwargs)
@@ -87,12 +98,16 @@ class UserLoop:
         self._streams.begin(
             self._step.number, local.samples, local.token_positions, is_part=is_part, tokens=local.tokens
         )
+        self._first_node = _next_node()
         return local
 
     def whole_outputs(self, outputs: Any) -> Any:
         """The model's outputs, with logits gathered over vocabulary, tokens and samples, and without padding. On a
         sequence axis so are other tensors of all tokens. A loss may read these, and those that all tensor ranks have
         alike. Raises ValueError for outputs without logits, where ranks have parts of them."""
+
+        if torch.is_grad_enabled():
+            self._forwards.append((self._first_node, _next_node()))
 
         def full(x: Tensor) -> Tensor:
             given = self._strategy.whole_batch(x[:0] if self._is_empty else x)
@@ -151,12 +166,7 @@ class UserLoop:
         if loss.numel() != 1:
             shape = tuple(loss.shape)
             raise ValueError(f"backward: a loss of the shape {shape}; legal: one number, such as loss.mean()")
-        if self._has_parts and (name := self._read_directly(loss)) is not None:
-            raise ValueError(
-                f"backward: the loss reads {name}, not by whole outputs of engine(x). A rank has a part of it, or of "
-                f"its gradient (parallel.tensor, parallel.sequence); legal: a loss of the logits, or of outputs that "
-                f"have all tokens; optimizer.weight_decay"
-            )
+        self._refuse_reads(loss)
         step = self._step
         if step.by_count is not None and step.by_count != (count is not None):
             raise ValueError(
@@ -199,22 +209,40 @@ class UserLoop:
         if self._by_micro_batch or updates:
             self._reduce_all(ends=updates)
 
+    def _refuse_reads(self, loss: Tensor) -> None:
+        """Raises ValueError for a `loss` that reads a parameter itself, where this rank has no whole one."""
+        name = self._read_directly(loss) if self._not_whole else None
+        if name is not None and self._has_parts:
+            raise ValueError(
+                f"backward: the loss reads {name}, not by whole outputs of engine(x). A rank has a part of it, or of "
+                f"its gradient (parallel.tensor, parallel.sequence); legal: a loss of the logits, or of outputs that "
+                f"have all tokens; optimizer.weight_decay"
+            )
+        if name is not None:
+            raise ValueError(
+                f"backward: the loss reads {name} outside of engine(x). At zero.stage=3 it has no values there; legal: "
+                f"a term that the model's forward returns, optimizer.weight_decay, or zero.stage=2"
+            )
+
     def _read_directly(self, loss: Tensor) -> str | None:
-        """The name of a parameter that `loss` reads beside the outputs of the model."""
-        names = {id(parameter): name for name, parameter in self._parts.parameters.items()}
+        """The name of a parameter that `loss` reads beside the outputs of the model. Where whole modules are here, what
+        forward has made may be read in any way."""
         nodes, seen = [loss.grad_fn], set[Any]()
         while nodes:
             node: Any = nodes.pop()
             if node is None or node in seen or FROM_MODEL in node.metadata:
                 continue
+            if not self._has_parts and any(a <= node._sequence_nr() < b for a, b in self._forwards):
+                continue
             seen.add(node)
-            if (name := names.get(id(getattr(node, "variable", None)))) is not None:
+            if (name := self._not_whole.get(id(getattr(node, "variable", None)))) is not None:
                 return name
             nodes += [before for before, _ in node.next_functions]
         return None
 
     def finish(self) -> None:
         """Start the remaining reductions, before the ranks agree. Raises ValueError without a `backward`."""
+        self._forwards.clear()
         if self._step.by_count is None:
             raise ValueError("step: there are no gradients; call forward_backward, or backward, first")
         if self._updates.within_backward and self._step.calls < self._config.gradient_accumulation:
@@ -248,6 +276,25 @@ class UserLoop:
                 f"{what}: the model has an auxiliary loss, {self._auxiliary.names[0]}; its weight depends on labels "
                 f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
             )
+
+    def _refuse_labels(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raises ValueError for labels, from which the model's code would compute a loss of a part of its logits."""
+        if self._mesh.size("tensor") == 1:
+            return
+        taken = signature(self._parts.built.model.forward).parameters
+        given = dict(zip(taken, args, strict=False)) | dict(kwargs)
+        if name := next((name for name in LABELS if given.get(name) is not None), None):
+            raise ValueError(
+                f"engine(x): {name} with parallel.tensor={self._mesh.size('tensor')}. The model's own loss would read "
+                f"a part of the vocabulary. Legal: no {name}, and a loss of the logits; criterion='model' and "
+                f"train_step; parallel.tensor=1"
+            )
+
+
+def _next_node() -> int:
+    """The sequence number that autograd gives to the next node of this thread; 0 without gradients."""
+    node: Any = torch.zeros((), requires_grad=True).neg().grad_fn
+    return 0 if node is None else int(node._sequence_nr()) + 1
 
 
 def _weight_of(inputs: Tensor, labels: Any) -> Tensor:
