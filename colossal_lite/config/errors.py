@@ -53,7 +53,7 @@ class Problem:
 
     def __str__(self) -> str:
         hint = f"; did you mean {self.nearest}?" if self.nearest else ""
-        return f"{self.path} = {shown(self.value)}: {self.rule}; legal: {self.legal}{hint}"
+        return f"{self.path or repr('')} = {shown(self.value)}: {self.rule}; legal: {self.legal}{hint}"
 
 
 class ConfigError(ValueError):
@@ -205,7 +205,7 @@ def _problem(
     model, name, field = place
     kinds = {details["type"] for details in errors}
     if field is None:
-        return unknown_key(root, path, value)
+        return unknown_key(root, path, value if path else errors[0]["input"])
     if value is ABSENT:
         return Problem(path, ABSENT, "must be given", describe(field.annotation, field.metadata))
     if "value_error" in kinds:
@@ -218,6 +218,8 @@ def _problem(
         rule = "is out of range"
     elif "finite_number" in kinds:
         rule = "is not a finite number"
+    elif kinds & {"missing", "too_long"} and isinstance(value, tuple):
+        rule = f"has the wrong length, {len(value)}"
     elif names and isinstance(value, str):
         rule = "is not one of the legal values"
     else:

@@ -409,7 +409,11 @@ def check_stages_per_rank(name: str, stages_per_rank: int) -> None:
     least, most = SCHEDULES[name].stages_per_rank
     if not _defined(SCHEDULES[name], stages_per_rank):
         legal = f"{least}" if most == least else f"at least {least}"
-        raise ValueError(f"stages_per_rank={stages_per_rank}: schedule {name!r} takes {legal} on each rank")
+        others = ", ".join(n for n, each in SCHEDULES.items() if _defined(each, stages_per_rank))
+        raise ValueError(
+            f"stages_per_rank={stages_per_rank}: schedule {name!r} takes {legal} on each rank; {legal}"
+            + (f", or a schedule that takes {stages_per_rank}: {others}" if others else "")
+        )
 
 
 def generate(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Plan:

@@ -297,8 +297,9 @@ def contradictions() -> Iterator[Bad]:
         (
             {"parallel": {"pipeline": {"size": 2, "schedule": "1f1b", "stages_per_rank": 2}}},
             "parallel.pipeline.stages_per_rank",
-            "1",
+            "1, or a schedule that takes 2: interleaved, bfs, zb-v, auto",
         ),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas", "a list of 2"),
         (
             {"parallel": {"pipeline": {"schedule": "interleaved", "stages_per_rank": 1}}},
             "parallel.pipeline.stages_per_rank",
