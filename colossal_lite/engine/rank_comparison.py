@@ -176,12 +176,13 @@ class RankComparison:
         if not any(words in said for words in ("dtype", "scalar type", "bias type", "weight type")):
             return
         theirs = ", ".join(sorted(map(str, weights)))
+        cast = f"model.to({theirs}) before initialize, " if len(weights) == 1 else ""
         for name in self._buffers:
             buffer = self._buffer(name)
             if buffer.is_floating_point() and buffer.dtype not in weights:
                 raise ValueError(
-                    f"model: {said}; its buffer {name} is {buffer.dtype}, its weights are {theirs}; legal: "
-                    f".to(x.dtype) where the forward reads it, or precision='fp32'"
+                    f"model: {said}; its buffer {name} is {buffer.dtype}, its weights are {theirs}. Legal: "
+                    f"{cast}.to(x.dtype) where the forward reads it, or precision='fp32'"
                 ) from error
         for name, value in batch.tensors.items():
             is_number = isinstance(value, Tensor) and value.is_floating_point() and name != "labels"
@@ -317,11 +318,11 @@ def _batch_fault(told: Sequence[Mapping[str, Any]]) -> str:
         first = first_of.setdefault(row["data"], rank)
         for one, other in zip(told[first]["batches"], row["batches"], strict=False):
             if one != other:
-                name = next(name for name in one if one[name] != other.get(name))
+                name = next(name for name in {**one, **other} if one.get(name) != other.get(name))
                 return (
                     f"batch: ranks {first} and {rank} train one replica on different samples: {name} is "
-                    f"{_shown(one[name])} on rank {first} and {_shown(other.get(name))} on rank {rank}. Nothing was "
-                    f"updated; legal: the same batch on all ranks of a data coordinate. Take it from "
+                    f"{_shown(one.get(name))} on rank {first} and {_shown(other.get(name))} on rank {rank}. Nothing "
+                    f"was updated; legal: the same batch on all ranks of a data coordinate. Take it from "
                     f"context.dataloader, or from a sampler with one seed, cut by context.mesh.coord('data') of "
                     f"context.mesh.size('data')"
                 )

@@ -219,10 +219,41 @@ def test_a_buffer_of_another_dtype_than_the_weights_that_stops_a_forward_is_name
         engine = cl.initialize(STYLES["interleaved, ALiBi"]().float(), context=context)
         with pytest.raises(
             ValueError,
-            match=r"model: .*(dtype|scalar type).*; its buffer .*slopes is torch.float32, .*torch.bfloat16; legal: ",
+            match=r"model: .*(dtype|scalar type).*; its buffer .*slopes is torch.float32, .*torch.bfloat16. Legal: ",
         ):
             engine.train_step((ids, ids.roll(-1, 1)))
         engine.close()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp64", torch.float64)])
+def test_a_model_whose_buffers_have_the_dtype_of_its_weights_before_trains(
+    precision: str, dtype: torch.dtype
+) -> None:
+    batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)).to(dtype), torch.arange(8) % 3
+    with cl.launch(dict(precision=precision)) as context:
+        with pytest.raises(
+            ValueError, match=rf"Legal: model.to\({dtype}\) before initialize, .to\(x.dtype\)"
+        ):
+            cl.initialize(Normed(), context=context).train_step(batch)
+    torch.manual_seed(0)
+    model = Normed().to(dtype)
+    loss = nn.functional.cross_entropy(model(batch[0]).double(), batch[1])
+    torch.manual_seed(0)
+    with cl.launch(dict(precision=precision)) as context:
+        engine = cl.initialize(Normed().to(dtype), context=context)
+        assert float(engine.train_step(batch).loss) == pytest.approx(float(loss.detach()), rel=1e-6)
+        state = engine.full_state_dict()
+        torch.testing.assert_close(state["norm.running_mean"], model.norm.running_mean)
 
 
 class Pictures(nn.Module):
