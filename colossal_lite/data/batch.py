@@ -1,8 +1,8 @@
 """Reads the batch of a step into one form and cuts it into micro-batches.
 
-Note: a batch is `(inputs, labels)` or a mapping, as a tokenizer or collator gives it.  The mapping has `input_ids`,
-`labels` and perhaps `attention_mask`, `position_ids`.  It is batch first, holds full sequences, and is the same on all
-ranks of one data coordinate.  Labels never reach the model.
+Note: a batch is `(inputs, labels)` or a mapping, as a tokenizer or collator gives it.  Inputs are one argument of the
+model, or a tuple of them.  The mapping has `labels`, and arguments of the model by name.  All of it is batch first,
+holds full sequences, and is the same on all ranks of one data coordinate.  Labels never reach the model.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossal_lite.data.batch_forms import named, parts_of_batch
 from colossal_lite.memory.transfers import sent
 
 
@@ -42,8 +43,7 @@ class Batch:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The model's arguments and the labels by name."""
-        args = {"inputs": self.args[0]} if self.args else {}
-        return args | dict(self.kwargs) | {"labels": self.labels}
+        return named(self.args, self.kwargs) | {"labels": self.labels}
 
     @property
     def token_positions(self) -> Tensor:
@@ -123,12 +123,7 @@ def read_batch(batch: Any, *, device: torch.device, first_sample: int = 0) -> Ba
 
     `check_batch` has checked its form.
     """
-    if isinstance(batch, Mapping):
-        rest = {name: sent(tensor, device) for name, tensor in batch.items() if name != "labels"}
-        args: tuple[Tensor, ...] = ()
-        labels = batch["labels"]
-    else:
-        inputs, labels = batch
-        rest, args = {}, (sent(inputs, device),)
+    args, kwargs, labels = parts_of_batch(batch)
     samples = torch.arange(first_sample, first_sample + labels.shape[0], device=device)
-    return Batch(args, rest, sent(labels, device), samples)
+    rest = {name: sent(tensor, device) for name, tensor in kwargs.items()}
+    return Batch(tuple(sent(tensor, device) for tensor in args), rest, sent(labels, device), samples)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -40,22 +40,26 @@ def cut(n: int, parts: int, part: int) -> tuple[int, int]:
 
 
 def cut_batch(batch: Any, parts: int, part: int) -> Any:
-    """Piece `part` of a batch: of each tensor of a tuple, list or mapping along its first dimension.
+    """Piece `part` of a batch: of each tensor of a tuple, list or mapping along its first dimension. A tuple or list
+    may stand in the place of a tensor.
 
     Raises ValueError for anything else, and for tensors of different lengths.
     """
-    entries: dict[Any, Any] = {}
-    if isinstance(batch, (Mapping, tuple, list)):
-        entries = dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
-    sizes = {len(x) for x in entries.values() if isinstance(x, Tensor) and x.dim()}
-    if len(sizes) != 1 or not all(isinstance(x, Tensor) and x.dim() for x in entries.values()):
+    leaves: list[Any] = []
+    for each in () if not isinstance(batch, Mapping | tuple | list) else _values(batch):
+        leaves += each if isinstance(each, tuple | list) and each else [each]
+    sizes = {len(x) for x in leaves if isinstance(x, Tensor) and x.dim()}
+    if len(sizes) != 1 or not all(isinstance(x, Tensor) and x.dim() for x in leaves):
         raise ValueError(
             f"local_batch: {type(batch).__name__}; legal: the number of samples of a global batch; or a tuple, list or "
             f"mapping of tensors with the same number of samples first"
         )
     piece = slice(*cut(sizes.pop(), parts, part))
-    taken = {name: x[piece] for name, x in entries.items()}
-    return taken if isinstance(batch, Mapping) else tuple(taken.values())
+    return apply_to_tensors(batch, lambda x: x[piece])
+
+
+def _values(batch: Mapping[Any, Any] | tuple[Any, ...] | list[Any]) -> Iterable[Any]:
+    return batch.values() if isinstance(batch, Mapping) else batch
 
 
 # -------------------------------------------------------------------------------------------------- settings

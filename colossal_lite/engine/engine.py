@@ -32,6 +32,7 @@ from colossal_lite.checkpoint.checkpointer import Saving
 from colossal_lite.checkpoint.run_state import Loaded
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch, first_input
+from colossal_lite.engine.batch_arguments import AllowedArguments
 from colossal_lite.engine.context import Context, noting_faults
 from colossal_lite.engine.determinism import enforced
 from colossal_lite.engine.engine_parts import Built, assemble
@@ -61,7 +62,7 @@ from colossal_lite.numerics.torch_modes import naming_transforms
 from colossal_lite.observe.memory_timeline import MemoryTimeline
 from colossal_lite.observe.schedule_report import ScheduleReport
 from colossal_lite.observe.tables import Rows
-from colossal_lite.parallel.loss import Criterion, Loss, ModelLoss, refuse_means
+from colossal_lite.parallel.loss import Criterion, Loss, ModelLoss, reader_of, refuse_means
 from colossal_lite.parallel.parallelize import facts_of, stated_sizes
 from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.step_plans import StepPlans
@@ -111,9 +112,11 @@ class Engine:
         # forward and backward
         self._comparison = RankComparison(mesh, built.model, context.device, repeats(config))
         stated = stated_sizes(built.model, built.names.state)
+        allowed = AllowedArguments.of(built.model, context, done.padding.cuts)
         self._micro_batches = MicroBatches(
-            context, done, stated, self._comparison, built.first_batch, sees_padding=built.sees_padding
-        )
+            context, done, stated, self._comparison, built.first_batch, allowed, sees_padding=built.sees_padding,
+            loss=reader_of(criterion),
+        )  # fmt: skip
         self._plans = StepPlans(config, mesh.layout, built.stages, built.all_packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
         self._randomness = CountedOnly(context.device)

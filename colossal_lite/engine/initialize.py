@@ -27,7 +27,7 @@ from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.config.rules import device_problems
 from colossal_lite.config.schema import OptimizerConfig
 from colossal_lite.data.batch import Batch, read_batch
-from colossal_lite.data.batch_checks import StatedSizes, check_batch
+from colossal_lite.data.batch_checks import LossOf, StatedSizes, check_batch
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built, GlobalNames
@@ -47,7 +47,7 @@ from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
 from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.layer_swap import cut_range
-from colossal_lite.parallel.loss import Criterion, Loss
+from colossal_lite.parallel.loss import Criterion, Loss, reader_of
 from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
 from colossal_lite.parallel.padding import sees_padding
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
@@ -161,7 +161,7 @@ def _initialize(
     _check_optimizer(optimizer, module, parallelized.specs, context)
     _check_device(context)
     names = GlobalNames.of(module, parallelized.specs)
-    micro_batch = _first_micro_batch(example, facts, context)
+    micro_batch = _first_micro_batch(example, facts, context, reader_of(loss))
     measure = _seconds_of_before(directory, context) or _measure(
         module, facts, parallelized, streams, context, micro_batch, loss
     )
@@ -358,7 +358,9 @@ def _copies(context: Context) -> tuple[str, ...]:
     return tuple(name for name, keeps in found.items() if keeps)
 
 
-def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context) -> Batch | None:
+def _first_micro_batch(
+    example: Any, facts: ModelFacts | None, context: Context, loss: LossOf
+) -> Batch | None:
     """The first micro-batch of the user's example."""
     pipeline, accumulation_steps = context.config.parallel.pipeline, context.config.gradient_accumulation
     if example is None:
@@ -366,7 +368,7 @@ def _first_micro_batch(example: Any, facts: ModelFacts | None, context: Context)
     if not pipeline.is_profiled:
         warnings.warn("initialize: example has no effect without pipeline.partition='profiled'", stacklevel=3)
         return None
-    check_batch(example, StatedSizes(facts.vocabulary if facts else None))
+    check_batch(example, StatedSizes(facts.vocabulary if facts else None), loss=loss)
     first = read_batch(example, device=context.device).cut(accumulation_steps)[0]
     unit = context.config.parallel.tensor.sample_parts
     return first.cut(pipeline.parts_of([first.size], 1, unit))[0]

@@ -8,6 +8,7 @@ one all-gather over `data`.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,8 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from colossal_lite.data.batch import Batch, first_input, read_batch
-from colossal_lite.data.batch_checks import StatedSizes, check_batch
+from colossal_lite.data.batch_checks import LossOf, StatedSizes, check_batch, valid_labels
+from colossal_lite.data.batch_forms import named, parts_of_batch
 from colossal_lite.data.loader import apply_to_tensors
+from colossal_lite.engine.batch_arguments import AllowedArguments
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.memory.transfers import host_copy, to_host
@@ -40,14 +43,15 @@ class MicroBatches:
 
     def __init__(
         self, context: Context, parallelized: Parallelized, stated: StatedSizes, comparison: RankComparison,
-        first_batch: FirstBatch | None, *, sees_padding: bool,
+        first_batch: FirstBatch | None, allowed: AllowedArguments, *, sees_padding: bool, loss: LossOf,
     ) -> None:  # fmt: skip
         """Batches must fit the sizes that the model has `stated`, and are added to `comparison`. `sees_padding`: as
-        `padding.sees_padding` has it."""
+        `padding.sees_padding` has it. `loss`: what reads the labels."""
         looks: tuple[FirstLook | None, ...] = first_batch, parallelized.first_swap
         self._looks = [each for each in looks if each is not None]
         self._refusal = first_batch.refusal if first_batch else ""
         self._sees_padding = sees_padding
+        self._allowed, self._loss = allowed, loss
         self._comparison = comparison
         self._mesh, self._device, self._config = context.mesh, context.device, context.config
         self._parallelized, self._stated = parallelized, stated
@@ -56,11 +60,13 @@ class MicroBatches:
         """The micro-batches of a step, or of an evaluation if gradients are off; some may be empty. Collective as
         `sizes`. Raises ValueError for a batch of another form, or with too few samples."""
         seen = apply_to_tensors(batch, host_copy)
-        check_batch(seen, self._stated)
-        labels = seen["labels"] if isinstance(seen, Mapping) else seen[1]
-        sizes = self.sizes(labels)
+        check_batch(seen, self._stated, self._allowed.forward, self._loss)
+        self._allowed.check(*parts_of_batch(seen))
+        sizes = self.sizes(parts_of_batch(seen)[2])
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
         self.look(whole.args, whole.kwargs)
+        if len(whole.args) + len(whole.kwargs) > 1 and "attention_mask" not in whole.kwargs:
+            self._check_shapes(whole)
         if self._refusal and torch.is_grad_enabled():
             raise ValueError(self._refusal)
         self._comparison.add_read(batch)
@@ -106,11 +112,23 @@ class MicroBatches:
                 f"attention_mask that the model takes, or data=1"
             )
 
+    def _check_shapes(self, batch: Batch) -> None:
+        """Raises ValueError for arguments of other shapes on other data ranks. Collective."""
+        given = named(batch.args, batch.kwargs)
+        shapes = {name: (*given[name].shape[1:],) for name in sorted(given)}
+        mark = zlib.crc32(repr(shapes).encode()) if batch.size else -1
+        if len({*self._mesh.axis("data").all_gather(torch.tensor([mark])).tolist()} - {-1}) > 1:
+            raise ValueError(
+                f"batch: its arguments have other shapes on other data ranks, and on this one {shapes} beside the "
+                f"samples. Collators pad for each rank alone, and tokens may see padding. Legal: one length, an "
+                f"attention_mask that the model takes, or data=1"
+            )
+
     def sizes(self, labels: Tensor) -> list[int]:
         """The number of samples of each data rank, from its `labels`; collective. Of this rank alone if no part needs
         the others; then not collective."""
         auxiliary, told = self._parallelized.auxiliary, self._parallelized.reported_loss
-        row = [labels.shape[0], *([int((labels != -100).sum())] if auxiliary.names else [])]
+        row = [labels.shape[0], *([int(valid_labels(labels))] if auxiliary.names else [])]
         rows, data = [row], self._mesh.axis("data")
         if data.size > 1 and (told or self._config.parallel.pipeline.is_staged):
             rows = data.all_gather(torch.tensor(rows)).tolist()  # on the host, which waits for no device

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from colossal_lite.data.batch import Batch
+from colossal_lite.data.batch_checks import LossOf, valid_labels
 from colossal_lite.numerics.generators import drawn_between, generators_kept, states
 from colossal_lite.parallel.criterion_graph import reads_of
+from colossal_lite.parallel.fused_head import UnmadeLogits
 from colossal_lite.parallel.model_loss import ModelLoss as ModelLoss
 from colossal_lite.parallel.tensor_modes import TensorStrategy
 
@@ -139,19 +141,21 @@ class Loss:
         if isinstance(self.criterion, ModelLoss):
             return self.criterion.of(outputs, labels)
         strategy, logits = self.parallelized.strategy, logits_of(outputs)
-        if logits.dim() == 3 and labels.dim() == 2 and logits.shape[1] == 1 < labels.shape[1]:
+        are_tokens = labels.dim() == 2 and not labels.is_floating_point()
+        if are_tokens and logits.dim() == 3 and logits.shape[1] == 1 < labels.shape[1]:
             raise ValueError(LAST_ONLY.format(shape=tuple(logits.shape), labels=tuple(labels.shape)))
         if self.criterion is None:
+            _check_labels_fit(logits, labels)
             try:
                 return self.parallelized.cross_entropy(logits, part.labels)
             except ValueError as error:
                 error.add_note(
-                    f"model: forward gave logits {tuple(logits.shape)}; legal: (samples, tokens, vocabulary), for each "
-                    f"token (forward gets the inputs, and no labels)"
+                    f"model: forward gave logits {tuple(logits.shape)}. Legal: (samples, tokens, vocabulary), or "
+                    f"(samples, classes) for a label each (forward gets the inputs, and no labels)"
                 )
                 raise
         logits, labels = part.without_padding(logits), part.without_padding(part.labels)
-        valid = int((labels != -100).sum())
+        valid = int(valid_labels(labels))
         if valid == 0:
             return logits.sum() * 0.0, 0
         whole = strategy.whole_vocabulary(logits)
@@ -291,7 +295,7 @@ class Loss:
             before = states(devices)
             try:
                 found = self.criterion(whole, labels)
-                total, count = _weighed(found, int((labels != -100).sum()))
+                total, count = _weighed(found, int(valid_labels(labels)))
             except Exception:  # it may not take this size, and is never given it
                 return None
             return (
@@ -333,6 +337,25 @@ def _half_right(whole: Tensor, labels: Tensor, dim: int) -> Tensor | None:
     else:
         return None
     return made
+
+
+def reader_of(criterion: Criterion | ModelLoss | None) -> LossOf:
+    """What reads the labels of a batch."""
+    if criterion is None:
+        return "logits"
+    return "model" if isinstance(criterion, ModelLoss) else "own"
+
+
+def _check_labels_fit(logits: Tensor, labels: Tensor) -> None:
+    """Raises ValueError for labels that are not one for each vector of logits. Dimensions of one count for none."""
+    if isinstance(logits, UnmadeLogits):
+        return  # of a head that has seen the shape of its labels
+    rows, given = ([n for n in shape if n != 1] for shape in (logits.shape[:-1], labels.shape))
+    if rows != given:
+        raise ValueError(
+            f"labels: shape {tuple(labels.shape)} for logits {tuple(logits.shape)}. Legal: a label for each vector of "
+            f"logits, {tuple(logits.shape[:-1])}, or criterion=, a function of the logits and the labels"
+        )
 
 
 def _halves(whole: Tensor, labels: Tensor, dim: int) -> list[tuple[Tensor, Tensor]]:

@@ -369,11 +369,13 @@ def test_a_good_batch_passes(batch: Any) -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (X, "batch: Tensor of 2; legal: (inputs, labels), or a dict"),
+        (X, "batch: Tensor of 2; legal: (inputs, labels), ((x, y), labels)"),
         ((X,), "batch: tuple of 1; legal"),
         ((X, Y, Y), "batch: tuple of 3; legal"),
         (None, "batch: NoneType; legal"),
-        ({}, "no key 'input_ids', no key 'labels'; legal: input_ids, attention_mask"),
+        ({}, "batch: a mapping of nothing without 'labels'; legal: (inputs, labels)"),
+        ({"labels": Y}, "no key 'input_ids'; legal: input_ids, attention_mask"),
+        ({"input_ids": X, "label": Y}, "a mapping of input_ids, label without 'labels' (is 'label' it?)"),
         ({"input_ids": X, "labels": Y, "token_type_ids": X}, "unknown key 'token_type_ids'"),
         (
             {"input_id": X, "labels": Y},
@@ -381,8 +383,12 @@ def test_a_good_batch_passes(batch: Any) -> None:
         ),
         ((X.tolist(), Y), "inputs: list; legal: a torch.Tensor"),
         ((X, None), "labels: NoneType; legal: a torch.Tensor"),
-        ((X, Y[:, :3]), "labels: shape (2, 3); legal: the shape of the inputs, (2, 4)"),
-        ((X, Y[0]), "labels: shape (4,); legal: the shape of the inputs, (2, 4)"),
+        (
+            (X, Y[:, :3]),
+            "labels: shape (2, 3); legal: the shape of the inputs, (2, 4), one label a sample, (2,)",
+        ),
+        (((X, Y[:1]), Y), "inputs[1]: shape (1, 4); legal: a batch of 2"),
+        ((X, Y[0]), "labels: shape (4,); legal: a batch of 2"),
         ((X[0], Y[0]), "inputs: shape (4,); legal: (batch, tokens)"),
         ((torch.rand(3, 2), tokens([1], [2])), "labels: shape (2, 1); legal: a batch of 3"),
         ((torch.tensor(1.0), torch.tensor(1)), "inputs: shape (); legal: batch first"),
@@ -457,6 +463,8 @@ def test_a_local_batch_of_a_batch_is_cut_as_its_number_of_samples_is() -> None:
         assert [t.tolist() for t in cut_batch((x, y), 3, part)] == [x[piece].tolist(), y[piece].tolist()]
         taken = cut_batch(UserDict(input_ids=x, labels=y), 3, part)
         assert list(taken) == ["input_ids", "labels"] and torch.equal(taken["labels"], y[piece])
+        (one, other), labels = cut_batch(((x, y), y), 3, part)
+        assert torch.equal(one, x[piece]) and torch.equal(other, labels) and torch.equal(labels, y[piece])
 
 
 @pytest.mark.parametrize(
