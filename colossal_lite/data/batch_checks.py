@@ -43,9 +43,9 @@ def check_batch(
     """Raises ValueError with path, value, rule and legal values if `batch` is no batch to train on.
 
     A batch is (inputs, labels), ((x, y), labels), or a mapping. That has labels, and arguments that `forward` takes by
-    name; `BATCH_KEYS` without one. Every entry has the samples first. Ids are (B, T) in int64 or int32, and fit the `sizes` that
-    the model states. Beside them masks and positions are (B, T). `loss`: what reads the labels, which decides what they
-    may be. All checks of values wait for the device once.
+    name; `BATCH_KEYS` without one. Every entry has the samples first. Ids are (B, T) in int64 or int32, and fit the
+    `sizes` that the model states. Beside them masks and positions are (B, T). `loss`: what reads the labels, which
+    decides what they may be. All checks of values wait for the device once.
     """
     args, kwargs, labels = parts_of_batch(batch)
     _check_tensors(named(args, {}))
