@@ -187,6 +187,19 @@ def test_words_beyond_the_tables_of_a_copy_are_looked_at_within_them(monkeypatch
         look.check((ids, scales), {}, SAMPLES)
 
 
+class NotFirst(Vectors):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return self.first(x), super().forward(x)
+
+
+def test_outputs_that_the_head_does_not_give_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "one", NotFirst)
+    with pytest.raises(
+        ValueError, match=r"\(2, 16\) stands where logits stand.*Legal: logits alone, first in a tuple"
+    ):
+        swapped("one", "gelu", "1d").check(arguments("one"), {}, SAMPLES)
+
+
 def test_a_loss_that_is_not_finite_shows_nothing() -> None:
     (x,) = arguments("one")
     with pytest.warns(UserWarning, match="Vectors is not proven on a small copy .its loss is nan"):
