@@ -120,10 +120,11 @@ class Engine:
         self._plans = StepPlans(config, mesh.layout, built.stages, built.all_packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
         self._randomness = CountedOnly(context.device)
-        in_parts = mesh.size("tensor", "sequence") > 1
+        in_parts, is_staged = mesh.size("tensor", "sequence") > 1, mesh.size("pipeline") > 1
         names = {id(parameter): name for name, parameter in parts.parameters.items()}
         self._loss = Loss(done, criterion, names, parts.cuts, parts.shards)
-        self._running = OwnForward(built.model).running if in_parts else nullcontext
+        guard = OwnForward(built.model, is_staged=is_staged) if in_parts or is_staged else None
+        self._running = nullcontext if guard is None else guard.running
         # whether ranks have different parts of a batch
         self._is_shared = mesh.size("data", "sequence") * config.parallel.tensor.sample_parts > 1
         # Ranks of one data coordinate compute the same loss. One of those with the last stage reports it.

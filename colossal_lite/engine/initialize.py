@@ -98,8 +98,8 @@ def initialize(
     `criterion`: takes (logits, labels) and replaces the built-in cross-entropy.  "model": the loss that the model's own
     forward returns for the labels.  It must be a mean over valid labels, which is proven on a small copy.
     `optimizer` makes a torch optimizer over a list of parameters, and replaces `config.optimizer`.
-    `example`: a batch of this rank as in `train_step`, with which `pipeline.partition='profiled'` times the layers. A
-    model that states no sizes needs one there.
+    `example`: a batch of this rank as in `train_step`.  A pipeline traces a model with it whose inputs are no ids.
+    `pipeline.partition='profiled'` times the layers with it.  A model that states no sizes needs one there.
     `directory`: the folder of this run's checkpoints.  If measured times cut the pipeline of the newest one, they are
     used again.  So the run has the same stages and the same bits.
     `store`: host memory in which the engine parks its state under the name `task` when it is closed.  The next engine
@@ -153,7 +153,8 @@ def _initialize(
     originals = dict(module.named_parameters())
     if recipes is None:
         _assert_same_on_all_ranks(module, context)
-    sections = traced_units(module) if context.config.parallel.pipeline.is_staged else None
+    micro_batch = _first_micro_batch(example, module, facts, context, reader_of(loss))
+    sections = traced_units(module, micro_batch) if context.config.parallel.pipeline.is_staged else None
     parallelized = _swap_layers(module, context, plan, streams, loss)
     if parallelized.form != Form(regather_inputs=parallelized.form.regather_inputs):
         if config.parallel.tensor.sequence_parallel == "auto" or parallelized.form.whole_sizes:
@@ -161,7 +162,6 @@ def _initialize(
     _check_optimizer(optimizer, module, parallelized.specs, context)
     _check_device(context)
     names = GlobalNames.of(module, parallelized.specs)
-    micro_batch = _first_micro_batch(example, facts, context, reader_of(loss))
     measure = _seconds_of_before(directory, context) or _measure(
         module, facts, parallelized, streams, context, micro_batch, loss
     )
@@ -175,7 +175,8 @@ def _initialize(
         numels, parallelized.specs, config, context.mesh.layout, stages.homes, blocks,
         numels.keys() - trainable.keys(), context.device.type,
     )  # fmt: skip
-    drop_other_stages(module, stages)
+    dtype = Precision.of(config.precision).compute
+    drop_other_stages(module, stages, torch.empty(0, dtype=dtype, device=context.device))
     chunks, frozen = _build_chunks(
         module, names, originals, recipes, parallelized, all_packed, stages, context, tuple(numels), records
     )  # fmt: skip
@@ -248,7 +249,7 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
         )
     if is_in_parts(module):
         raise ValueError(
-            "model: an engine has cut its layers for ranks of a tensor or sequence axis; legal: a model built anew"
+            "model: an engine has cut it for ranks of a tensor, sequence or pipeline axis; legal: a model built anew"
         )
     if facts is not None:
         context.config.check_model(facts)
@@ -359,14 +360,18 @@ def _copies(context: Context) -> tuple[str, ...]:
 
 
 def _first_micro_batch(
-    example: Any, facts: ModelFacts | None, context: Context, loss: LossOf
+    example: Any, module: nn.Module, facts: ModelFacts | None, context: Context, loss: LossOf
 ) -> Batch | None:
     """The first micro-batch of the user's example."""
     pipeline, accumulation_steps = context.config.parallel.pipeline, context.config.gradient_accumulation
     if example is None:
         return None
-    if not pipeline.is_profiled:
-        warnings.warn("initialize: example has no effect without pipeline.partition='profiled'", stacklevel=3)
+    if not pipeline.is_staged or (pipeline.partition != "profiled" and has_stated_units(module)):
+        warnings.warn(
+            "initialize: example has no effect without pipeline.partition='profiled', or a pipeline of a model that is "
+            "traced",
+            stacklevel=3,
+        )
         return None
     check_batch(example, StatedSizes(facts.vocabulary if facts else None), loss=loss)
     first = read_batch(example, device=context.device).cut(accumulation_steps)[0]

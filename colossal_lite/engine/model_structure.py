@@ -57,8 +57,9 @@ class OwnForward:
     """Refuses a forward of a model whose layers are this rank's parts, unless its engine runs it. It would give parts
     of the logits, also after the engine has closed."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._runs = False
+    def __init__(self, model: nn.Module, *, is_staged: bool) -> None:
+        """`is_staged`: layers are on other ranks as well."""
+        self._runs, self._is_staged = False, is_staged
         model.register_forward_pre_hook(self._check)
 
     @contextmanager
@@ -72,10 +73,12 @@ class OwnForward:
 
     def _check(self, model: nn.Module, args: object) -> None:
         if not self._runs:
+            what, own = "this rank's parts (parallel.tensor, parallel.sequence)", "engine(x), train_step"
+            if self._is_staged:
+                what, own = "on the ranks of parallel.pipeline", "train_step"
             raise ValueError(
-                f"model: the layers of {type(model).__name__} are this rank's parts (parallel.tensor, "
-                f"parallel.sequence), so a call of it gives parts. Legal: engine(x), train_step or eval_step; or a "
-                f"model built anew that loads engine.full_state_dict()"
+                f"model: the layers of {type(model).__name__} are {what}, so a call of it gives parts. Legal: {own} or "
+                f"eval_step; or a model built anew that loads engine.full_state_dict()"
             )
 
 

@@ -335,11 +335,17 @@ def own_lengths(model: nn.Module) -> tuple[int, ...]:
 
 def few_ids(model: nn.Module, samples: int = 2, tokens: int | None = None) -> Tensor:
     """Ids [samples, tokens] that every table of a model has, other ones in each sample, on its device."""
-    rows = min((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=TOKENS)
+    rows = few_rows(model)
     device = next(model.parameters()).device
     sample = torch.arange(samples, device=device)[:, None]
     place = torch.arange(tokens or few_tokens(model), device=device)
-    return ((sample + 1) * place + sample).remainder(max(rows, 1))
+    return ((sample + 1) * place + sample).remainder(rows)
+
+
+def few_rows(model: nn.Module) -> int:
+    """The rows that every table of a model has."""
+    rows = min((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=TOKENS)
+    return max(rows, 1)
 
 
 def _shape(parameter: Tensor, rows: int | None, narrow: Narrowing | None) -> tuple[int, ...]:

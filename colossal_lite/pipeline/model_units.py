@@ -141,9 +141,10 @@ def sections_of(model: nn.Module) -> Sections:
     return traced_units(model) or _stated_units(model)
 
 
-def traced_units(model: nn.Module) -> TracedSections | None:
-    """The units of a model that has them by a trace, which must be whole; None for one that has others."""
-    return None if has_stated_units(model) else traced(model)
+def traced_units(model: nn.Module, example: Batch | None = None) -> TracedSections | None:
+    """The units of a model that has them by a trace, which must be whole; None for one that has others. `example`: as
+    `trace_units` takes it."""
+    return None if has_stated_units(model) else traced(model, example)
 
 
 def has_stated_units(model: nn.Module) -> bool:

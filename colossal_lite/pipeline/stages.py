@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.config.pipeline_schema import PipelineConfig
@@ -208,27 +208,30 @@ def _check_shared(model: nn.Module, stages_of: Mapping[str, set[int]]) -> None:
             )
 
 
-def drop_other_stages(model: nn.Module, stages: Stages) -> None:
-    """Remove the modules of other ranks from `model`, in place; names do not change."""
+def drop_other_stages(model: nn.Module, stages: Stages, like: Tensor) -> None:
+    """Remove the modules of other ranks from `model`, in place; names do not change. `like`: of the dtype and device
+    that weights have in forward."""
     parts = {
         is_here: [
-            part
+            (stage, part)
             for stage, (start, stop) in enumerate(stages.cut.bounds)
             if (stages.placement[stage] == stages.coord) is is_here
             for part in stages.sections.parts[start:stop]
         ]
         for is_here in (True, False)
     }
-    progress = stages.sections.progress if isinstance(stages.sections, TracedSections) else Progress()
-    kept = {name for part in parts[True] for name in (*part.modules, *part.parameters)}
-    for part in parts[False]:
+    traced = stages.sections if isinstance(stages.sections, TracedSections) else None
+    progress, changing = (traced.progress, traced.changing) if traced else (Progress(), frozenset[str]())
+    kept = {name for _, part in parts[True] for name in (*part.modules, *part.parameters)}
+    for stage, part in parts[False]:
+        where = f"is on stage {stage}, on another rank"
         for name in {*part.modules} - kept:
             parent, child = _place(model, name)
-            setattr(parent, child, OtherStageModule(name, part.name, model.get_submodule(name)))
+            setattr(parent, child, OtherStageModule(name, where, model.get_submodule(name), changing))
         for name in {*part.parameters} - kept:
             parent, child = _place(model, name)
             if (own := parent._parameters.pop(child, None)) is not None:
-                setattr(parent, child, OtherStageParameter.of(own, name, progress))
+                setattr(parent, child, OtherStageParameter.of(own, name, progress, like))
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

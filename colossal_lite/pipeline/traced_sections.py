@@ -14,7 +14,7 @@ the chain of units must give the loss of the model, and every gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointError
 from colossal_lite.data.batch import Batch
 from colossal_lite.numerics.torch_modes import tensors_in
 from colossal_lite.parallel.loss import logits_of
+from colossal_lite.parallel.small_copy import Wide
 from colossal_lite.pipeline.unit_trace import (
     Argument,
     Passage,
@@ -36,11 +37,11 @@ from colossal_lite.pipeline.unit_trace import (
     UnitTrace,
     bare_copy,
     keeping_modes,
+    settings_of,
     trace_units,
 )
 
 TOLERANCE = 1e-9
-PLAIN = (int, float, str, bool, type(None), torch.dtype)
 
 
 class TracedSections:
@@ -50,6 +51,7 @@ class TracedSections:
         """`shapes`: the modules beside the blocks on meta, which tell the shapes of what they would give."""
         self._model, self._trace, self._shapes = model, trace, dict(shapes)
         self.parts: tuple[UnitModules, ...] = trace.parts
+        self.changing = trace.changing
         self.progress = Progress()
 
     def on(self, model: nn.Module) -> TracedSections:
@@ -81,8 +83,8 @@ class TracedSections:
     def alone(self, unit: int) -> AbstractContextManager[None]:
         """Context in which modules of other units are not there, as on a stage of this unit."""
         own = set(self.parts[unit].modules)
-        others = {name: part.name for part in self.parts for name in part.modules if name not in own}
-        gone = {n: OtherStageModule(n, by, self._model.get_submodule(n)) for n, by in others.items()}
+        others = {name for part in self.parts for name in part.modules if name not in own}
+        gone = {n: OtherStageModule(n, "is on another stage", self._model.get_submodule(n)) for n in others}
         return _replaced(self._model, gone)
 
     def _block(self, unit: int) -> nn.Module:
@@ -107,9 +109,10 @@ class TracedSections:
         return by
 
 
-def traced(model: nn.Module) -> TracedSections:
-    """The units of a model of blocks, which must be whole. Raises UnitsError, saying what keeps it from being cut."""
-    trace, proven = trace_units(model)
+def traced(model: nn.Module, example: Batch | None = None) -> TracedSections:
+    """The units of a model of blocks, which must be whole. Raises UnitsError, saying what keeps it from being cut.
+    `example`: as `trace_units` takes it."""
+    trace, proven = trace_units(model, example)
     bare = bare_copy(model)
     blocks = {passage.block for passage in trace.passages}
     names = [name for part in trace.parts[:-1] for name in part.modules if name not in blocks]
@@ -125,24 +128,22 @@ def _prove(copy: TracedCopy, sections: TracedSections) -> None:
     with keeping_modes(copy.model):
         for trains in (True, False):
             copy.model.train(trains)
-            with copy.running() as ids, torch.set_grad_enabled(trains):
-                _prove_mode(copy, alone, ids)
+            with copy.running() as batch, torch.set_grad_enabled(trains):
+                _prove_mode(copy, alone, batch)
 
 
-def _prove_mode(copy: TracedCopy, alone: TracedSections, ids: Tensor) -> None:
+def _prove_mode(copy: TracedCopy, alone: TracedSections, batch: Batch) -> None:
     proven = copy.model
-    labels = torch.zeros_like(ids)
-    batch = Batch((ids,), {}, labels=labels, samples=torch.arange(len(ids)))
     buffers = {name: buffer.clone() for name, buffer in proven.named_buffers()}
     before = torch.get_rng_state()
-    whole = _gradients(proven, labels, proven(ids))
+    whole = _gradients(proven, proven(*batch.args, **batch.kwargs))
     draws = not torch.equal(torch.get_rng_state(), before)  # the first step refuses that
     for name, buffer in proven.named_buffers():  # a forward may change them
         buffer.detach().copy_(buffers[name])
     mode = "" if proven.training else " in eval()"
     what = f"parallel.pipeline: {type(proven).__name__}{mode}"
     try:
-        found = _gradients(proven, labels, *_chain(alone, batch))
+        found = _gradients(proven, *_chain(alone, batch))
     except CheckpointError as error:
         raise UnitsError(
             f"{what} does not run in parts: it recomputes blocks by torch.utils.checkpoint; legal: "
@@ -177,13 +178,17 @@ def _chain(sections: TracedSections, batch: Batch) -> tuple[Any, list[tuple[Tens
 
 
 def _gradients(
-    model: nn.Module, labels: Tensor, outputs: Any, ends: Sequence[tuple[Tensor, Tensor]] = ()
+    model: nn.Module, outputs: Any, ends: Sequence[tuple[Tensor, Tensor]] = ()
 ) -> dict[str, Tensor]:
     """The gradient of every parameter that has one, and the loss as `loss`."""
     model.zero_grad()
     logits = logits_of(outputs)
-    logits = logits.flatten(0, -2)
-    loss = F.cross_entropy(logits, labels.flatten()[: len(logits)], reduction="sum")
+    if logits.dim() > 1 and logits.shape[-1] > 1:
+        logits = logits.flatten(0, -2)
+        labels = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+    else:  # numbers, no words
+        loss = (logits - 1.0).square().sum()
     if not loss.requires_grad:
         return {"loss": loss}
     loss.backward()
@@ -197,30 +202,39 @@ def _gradients(
 # ---- what stands in the place of a module ----
 
 
-def settings_of(module: nn.Module) -> dict[str, Any]:
-    """The plain settings (numbers, words) of a module, which code around it may read."""
-    own = vars(module).items()
-    return {k: v for k, v in own if isinstance(v, PLAIN) and not k.startswith("_") and k != "training"}
-
-
 class OtherStageModule(nn.Module):
     """Stands where a module of another stage was. It has the names within that module, for a model's own `train()`."""
 
-    def __init__(self, name: str, unit: str, module: nn.Module) -> None:
+    def __init__(self, name: str, where: str, module: nn.Module, changing: Set[str] = frozenset()) -> None:
+        """`where`: the place of the module, for code that reads it. `changing`: attributes that are no settings."""
         super().__init__()
-        self.__dict__.update(settings_of(module))
-        self._place = name, unit
+        own = settings_of(module).items()
+        self.__dict__.update({key: value for key, value in own if f"{name}.{key}" not in changing})
+        self._place = name, where
         for child, inner in module.named_children():
-            self.add_module(child, OtherStageModule(f"{name}.{child}", unit, inner))
+            self.add_module(child, OtherStageModule(f"{name}.{child}", where, inner, changing))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            path, where = self._place
+            raise AttributeError(
+                f"parallel.pipeline: {path}.{name} is read, and {path} {where}. Legal: a criterion of logits and "
+                f"labels alone; pipeline=1; colossal_lite.AuxiliaryLoss, for a loss of what a module computes; "
+                f"optimizer.weight_decay",
+                name=name,
+                obj=self,
+            ) from error
 
     def __getitem__(self, key: int | str) -> nn.Module | None:
         return self._modules[key] if isinstance(key, str) else [*self._modules.values()][key]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        name, unit = self._place
+        name, where = self._place
         raise ValueError(
-            f"parallel.pipeline: {name} is not on this rank. Unit {unit!r} is on another stage. Legal: train_step or "
-            f"eval_step of the engine; or a model built anew that loads engine.full_state_dict()"
+            f"parallel.pipeline: {name} {where}. Legal: train_step or eval_step of the engine; or a model built anew "
+            f"that loads engine.full_state_dict()"
         )
 
 
@@ -275,8 +289,10 @@ class OtherStageParameter(Tensor):
     _at: Progress
 
     @staticmethod
-    def of(parameter: Tensor, name: str, at: Progress) -> OtherStageParameter:
-        zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+    def of(parameter: Tensor, name: str, at: Progress, like: Tensor) -> OtherStageParameter:
+        """`like`: of the dtype and device that weights of this rank have in forward."""
+        dtype = like.dtype if parameter.is_floating_point() else parameter.dtype
+        zeros = like.new_zeros((), dtype=dtype).expand(parameter.shape)
         made = zeros.as_subclass(OtherStageParameter)
         made._name, made._at = name, at
         return made
@@ -343,7 +359,12 @@ class _Zeros(nn.Module):
         self.at.check(self.name)
 
         def on_meta(value: Any) -> Any:
-            return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+            if not isinstance(value, Tensor):
+                return value
+            dtype = (
+                torch.float64 if value.is_floating_point() else value.dtype
+            )  # as on_meta_copy has all weights
+            return torch.empty_like(value, device="meta", dtype=dtype)
 
         def zeros(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -354,7 +375,7 @@ class _Zeros(nn.Module):
                 shape = torch.Size((*shape[:-1], width))  # grids cut features
             return self.like.new_zeros((), dtype=dtype).expand(shape)
 
-        with torch.no_grad(), torch.device("meta"):
+        with torch.no_grad(), torch.device("meta"), Wide():
             given = self.shaped[0](*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
         return tree_map(zeros, given)
 

@@ -26,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from colossal_lite.data.batch import Batch
+from colossal_lite.memory.transfers import to_device
 from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.torch_modes import READ_NO_VALUES, storage_of, tensors_in
 from colossal_lite.parallel.layer_swap import ancestors
@@ -34,6 +36,7 @@ from colossal_lite.parallel.small_copy import (
     NoCopyError,
     Plainly,
     few_ids,
+    few_rows,
     few_tokens,
     on_meta_copy,
     own_lengths,
@@ -80,6 +83,17 @@ class UnitTrace:
     passages: tuple[Passage, ...]
     written: frozenset[int]
     """Units that change in place what comes in."""
+    changing: frozenset[str] = frozenset()
+    """Plain attributes of modules that a forward sets: a rank without the module does not know them."""
+
+
+PLAIN = (int, float, str, bool, type(None), torch.dtype)
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """The plain settings (numbers, words) of a module, which code around it may read."""
+    own = vars(module).items()
+    return {k: v for k, v in own if isinstance(v, PLAIN) and not k.startswith("_") and k != "training"}
 
 
 class ValuesOfIds(TorchFunctionMode):
@@ -112,23 +126,55 @@ class TracedCopy:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     tokens: int | None = None
     """Of a sequence, where the model takes no other length."""
+    example: Batch | None = None
+    """What it is run on; None: a few ids."""
+    why_bare: str = ""
+    """Why it has no values, for messages; "" if it has."""
 
     @property
     def has_values(self) -> bool:
         return not any(p.is_meta for p in self.model.parameters())
 
+    @property
+    def told(self) -> str:
+        """What it is run on, in words."""
+        if self.example is None:
+            return f"ids [2, {self.tokens or few_tokens(self.model)}] alone"
+        return f"the example {', '.join(f'{n} {[*x.shape]}' for n, x in self.example.tensors.items() if n != 'labels')}"
+
     @contextmanager
-    def running(self) -> Iterator[Tensor]:
-        """Context: the ids for a forward, and the settings under which every trace of the model runs it."""
+    def running(self) -> Iterator[Batch]:
+        """Context: a batch for a forward, and the settings under which every trace of the model runs it."""
         with self.around():
-            ids = few_ids(self.model, tokens=self.tokens)
-            with generators_kept(), ids.device, Plainly():
-                yield ids
+            device = next(self.model.parameters()).device
+            if self.example is None:
+                ids = few_ids(self.model, tokens=self.tokens)
+                batch = Batch((ids,), {}, labels=ids, samples=ids[:, 0])
+            else:
+                batch = _few_samples(self.example, few_rows(self.model), device)
+            with generators_kept(), device, Plainly():
+                yield batch
 
 
-def trace_units(model: nn.Module) -> tuple[UnitTrace, TracedCopy]:
+def _few_samples(example: Batch, rows: int, device: torch.device) -> Batch:
+    """Two samples of a batch, as a copy with tables of so few rows takes them."""
+    example = example.with_one_row()
+
+    def few(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = to_device(x[:2], device)
+        if x.is_floating_point():
+            return x.double()
+        return x if x.dtype == torch.bool else x.remainder(rows)
+
+    args, kwargs = tuple(map(few, example.args)), {name: few(x) for name, x in example.kwargs.items()}
+    return Batch(args, kwargs, few(example.labels), few(example.samples))
+
+
+def trace_units(model: nn.Module, example: Batch | None = None) -> tuple[UnitTrace, TracedCopy]:
     """The units of a model of blocks, in the order of their calls in one forward, and the copy that was run: with
-    values if it is small.
+    values if it is small. It runs on a few ids, or on an `example` where that has no ids or they do not do.
 
     Only shapes and buffers of the model are read, and nothing of it is changed. Raises UnitsError for a model without
     blocks, and for one that passes more than one tensor from block to block.
@@ -140,28 +186,43 @@ def trace_units(model: nn.Module) -> tuple[UnitTrace, TracedCopy]:
             f"an nn.ModuleList, nn.ModuleDict or nn.Sequential, or a method pipeline_sections() (docs/pipeline.md)"
         )
     _check_kinds(model, blocks)
-    why = ""
-    try:
-        copies = [TracedCopy(small_copy(model, table_roles(model), None, LIMIT_BYTES, keeps_all=True).model)]
-    except NoCopyError as error:
-        bare, why = bare_copy(model), f" without values ({error})"
-        copies = [TracedCopy(bare), TracedCopy(bare, ValuesOfIds)]
-    lengths = (None, *own_lengths(model))
-    for each in (replace(each, tokens=tokens) for tokens in lengths for each in copies):
+    failed: tuple[TracedCopy, Exception] | None = None
+    for each in _copies(model, example):
         try:
             return _watched(each, blocks), each
         except UnitsError:
             raise
         except Exception as error:  # of the model's own code
-            if each.tokens is None:
-                failed, tokens = error, few_tokens(each.model)
-    told = f"{type(failed).__name__}: {(str(failed).splitlines() or [''])[0][:200]}"
+            failed = failed if failed and each.tokens else (each, error)
+    assert failed is not None
+    each, fault = failed
+    told = f"{type(fault).__name__}: {(str(fault).splitlines() or [''])[0][:200]}"
+    shown = "" if example else "cl.initialize(..., example=(inputs, labels)), if no ids are its inputs; "
     raise UnitsError(
-        f"parallel.pipeline: a copy of {type(model).__name__}{why} does not run on ids [2, {tokens}] alone: {told}. "
-        f"Legal: a default for every further argument of its forward, as targets=None"
-        f"{'; no value of a tensor read in it' if why else ''}; a method pipeline_sections() (docs/pipeline.md); or "
-        f"pipeline=1"
-    ) from failed
+        f"parallel.pipeline: a copy of {type(model).__name__}{each.why_bare} does not run on {each.told}: {told}. "
+        f"Legal: {shown}a default for every further argument of its forward, as targets=None"
+        f"{'; no value of a tensor read in it' if each.why_bare else ''}; a method pipeline_sections() "
+        f"(docs/pipeline.md); or pipeline=1"
+    ) from fault
+
+
+def _copies(model: nn.Module, example: Batch | None) -> Iterator[TracedCopy]:
+    """Copies to run, one after another until one runs: of few rows, of all rows, at most without values."""
+    shown = [] if example is None else [example]
+    on_ids = [] if example is not None and example.inputs.is_floating_point() else [None]
+    for roles in (table_roles(model), {}):
+        try:
+            copy = TracedCopy(small_copy(model, roles, None, LIMIT_BYTES, keeps_all=True).model)
+        except NoCopyError as error:
+            bare = TracedCopy(bare_copy(model), why_bare=f" without values ({error})")
+            copies = [bare, replace(bare, around=ValuesOfIds)]
+        else:
+            copies = [copy]
+        lengths = (None, *own_lengths(model)) if on_ids else ()
+        yield from (replace(each, tokens=tokens) for tokens in lengths for each in copies)
+        yield from (replace(each, example=batch) for batch in shown for each in copies)
+        if not copies[0].has_values:
+            return
 
 
 def bare_copy(model: nn.Module) -> nn.Module:
@@ -188,15 +249,22 @@ def _watched(copy: TracedCopy, blocks: Sequence[str]) -> UnitTrace:
     raises."""
     model = copy.model
     watches = []
+    settings = {name: settings_of(module) for name, module in model.named_modules()}
     with keeping_modes(model):
         for trains in (False, True):
             watch = _Watch(model.train(trains), tuple(blocks))
-            with copy.running() as ids, watch.hooks(), torch.no_grad(), watch:
-                model(ids)
+            with copy.running() as batch, watch.hooks(), torch.no_grad(), watch:
+                model(*batch.args, **batch.kwargs)
             watches.append(watch)
     evaluated, trained = watches
     evaluated.join(trained)
-    return evaluated.result()
+    changing = {
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        for key, value in settings[name].items()
+        if not isinstance(now := vars(module).get(key), PLAIN) or now != value
+    }
+    return replace(evaluated.result(), changing=frozenset(changing))
 
 
 def _check_kinds(model: nn.Module, blocks: Sequence[str]) -> None:

@@ -177,7 +177,7 @@ def test_another_path_that_is_not_that_of_one_process_is_refused(
 
 def test_all_stages_may_ask_what_a_parameter_of_another_stage_is_and_none_for_its_values() -> None:
     progress = Progress()
-    parameter = OtherStageParameter.of(nn.Parameter(torch.ones(2, 3)), "scale", progress)
+    parameter = OtherStageParameter.of(nn.Parameter(torch.ones(2, 3)), "scale", progress, torch.ones(()))
     assert parameter.shape == (2, 3) and parameter.dtype == torch.float32 and parameter.is_floating_point()
     assert not parameter.is_cuda and parameter.device.type == "cpu" and parameter.size(1) == 3
     reads: list[Callable[[Tensor], object]] = [

@@ -39,12 +39,14 @@ class Block(nn.Module):
 
 
 class Walk(nn.Module):
-    """Positions are a parameter at the root, the head is the table, and code stands between the blocks."""
+    """Positions and a matrix are parameters at the root, the head is the table, and code stands between the blocks."""
 
     def __init__(self, blocks: Callable[[list[nn.Module]], nn.Module] = nn.ModuleList) -> None:
         super().__init__()
         self.words, self.drop = nn.Embedding(V, D), nn.Dropout(0.1)
         self.places = nn.Parameter(torch.randn(1, T, D))
+        self.kinds = nn.Parameter(torch.randn(3, D))
+        self.widen = nn.Linear(D, D)
         self.scales = nn.Parameter(torch.ones(3))
         self.blocks = blocks([Block() for _ in range(3)])
         self.norm = nn.LayerNorm(D)
@@ -55,7 +57,8 @@ class Walk(nn.Module):
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
         tokens = ids.shape[1]
-        x = self.drop(self.words(ids) + self.places[:, :tokens])
+        x = self.drop(self.widen(self.words(ids)) + self.places[:, :tokens])
+        x = x + F.one_hot(ids % 3, 3).to(x.dtype) @ self.kinds
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=ids.device).tril()
         for i, block in enumerate(self.list()):
             assert block.window == 4, "a setting of a block of another stage"
@@ -96,6 +99,9 @@ CASES = {
         config=dict(activation_checkpoint="full"),
     ),
     "cut behind the embedding": dict(pipeline=dict(size=2, micro_batches=2, partition=(1, 4))),
+    "weights in another precision than they came": dict(
+        pipeline=dict(size=2, micro_batches=2, partition=(2, 3)), config=dict(precision="fp32")
+    ),
 }
 
 
@@ -109,7 +115,7 @@ def test_a_model_of_ones_own_trains_on_stages_as_on_one_process(name: str) -> No
 
 def test_units_say_which_parameters_are_theirs() -> None:
     first, *blocks, head = traced(Wrapped()).parts
-    assert first.modules == ("words", "drop") and first.parameters == ("places", "scales")
+    assert first.modules == ("words", "widen", "drop") and first.parameters == ("places", "kinds", "scales")
     assert [block.modules for block in blocks] == [("blocks.0",), ("blocks.1",), ("blocks.2",)]
     assert [block.parameters for block in blocks] == [(), ("scales",), ("scales",)]
     assert head.modules == ("words", "norm"), "the head reads the table"
