@@ -50,6 +50,8 @@ class LinearHook:
         """`args`: the gradients last, a tensor or a tuple of them for each kind that the hook is given."""
         if self.is_known or not self.watch.is_on:
             return self.hook(*args)
+        if isinstance(args[0], nn.Parameter):
+            return self._behind(args[0])
         owner, given = _split(args)
         before = tree_map(_copy, given)
         result = _changed(self.hook(*owner, *given), given, before)
@@ -59,14 +61,37 @@ class LinearHook:
             return result
         scaled = tree_map(lambda x: x * factor if isinstance(x, Tensor) else x, before)
         again = _changed(self.hook(*owner, *scaled), scaled, tree_map(_copy, scaled))
-        if not _is_multiple(again if again is not None else scaled[0], result, factor):
+        self._check(again if again is not None else scaled[0], result, factor)
+        return result
+
+    def _behind(self, parameter: nn.Parameter) -> None:
+        """The same for a hook behind the accumulation of a gradient, which changes it in place or replaces it."""
+        assert parameter.grad is not None
+        before = parameter.grad.clone()
+        self.hook(parameter)
+        result, factor = parameter.grad, _factor((before,))
+        if result is None:
+            raise ValueError(
+                f"{self.name}: a hook behind the accumulation of its gradient ({_told(self.hook)}) takes the gradient, "
+                f"which the engine would use. Legal: a hook that leaves it there"
+            )
+        if torch.equal(result, before):
+            self.is_known = True
+        elif factor != 0.0:
+            parameter.grad = before * factor
+            self.hook(parameter)
+            again, parameter.grad = parameter.grad, result
+            self._check(again, result, factor)
+
+    def _check(self, again: Any, result: Any, factor: float) -> None:
+        """Raises ValueError unless what the hook gave `again` is a multiple of its first `result`."""
+        if not _is_multiple(again, result, factor):
             raise ValueError(
                 f"{self.name}: a hook on its gradient ({_told(self.hook)}) is not linear, as {factor:g} times the "
                 f"gradient shows. Backward starts from a sum over the labels of a part of the batch. So the hook would "
                 f"see another gradient than in one process. {LEGAL}"
             )
         self.is_known = True
-        return result
 
 
 def _split(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -128,13 +153,15 @@ class LinearHooks:
 
     def look(self) -> None:
         """Before a forward: put a watch around each hook that has none. Raises ValueError for a hook behind the
-        accumulation of a gradient, which finds none."""
+        accumulation of a gradient that comes after the engine's own, and finds none."""
         for name, parameter in self.parameters.items():
+            is_behind = False
             for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-                if not _is_ours(hook):
+                is_behind = is_behind or _is_ours(hook)
+                if is_behind and not _is_ours(hook):
                     raise ValueError(
                         f"{name}: a hook behind the accumulation of its gradient ({_told(hook)}) finds none, as the "
-                        f"engine takes it. Legal: parameter.register_hook(...), or engine.full_gradients()"
+                        f"engine has taken it. Legal: one from before cl.initialize, or engine.full_gradients()"
                     )
         for name, hooks in self._hooks():
             for key, hook in hooks.items():
@@ -155,8 +182,9 @@ class LinearHooks:
 
     def _hooks(self) -> Iterator[tuple[str, MutableMapping[int, Any]]]:
         for name, parameter in self.parameters.items():
-            if parameter._backward_hooks:
-                yield name, parameter._backward_hooks
+            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+                if hooks:
+                    yield name, hooks
         for name, module in self.model.named_modules():
             for hooks in (module._backward_hooks, module._backward_pre_hooks):
                 if hooks:

@@ -94,11 +94,32 @@ def clamp_outputs(model: Model) -> None:
     model.inner.register_full_backward_pre_hook(lambda module, dy: (dy[0].clamp(-LIMIT, LIMIT),))
 
 
-def behind(model: Model) -> None:
-    model.inner.weight.register_post_accumulate_grad_hook(lambda weight: None)
+def behind(change: Callable[[Tensor], object]) -> Callable[[Model], None]:
+    """A change in place behind the accumulation of a gradient."""
+
+    def register(model: Model) -> None:
+        model.inner.weight.register_post_accumulate_grad_hook(lambda weight: change(weight.grad) and None)
+
+    return register
 
 
-LINEAR = (mask, centralise, halve_inputs, look_on)
+def look_behind(model: Model) -> None:
+    behind(lambda gradient: gradient is not None)(model)
+
+
+def mask_behind(model: Model) -> None:
+    behind(lambda gradient: gradient[::2].zero_() is not None)(model)
+
+
+def clamp_behind(model: Model) -> None:
+    behind(lambda gradient: gradient.clamp_(-LIMIT, LIMIT) is not None)(model)
+
+
+def take(model: Model) -> None:
+    model.inner.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+
+
+LINEAR = (mask, centralise, halve_inputs, look_on, look_behind, mask_behind)
 ON_PARAMETERS = (clamp, absolute, normalise)
 ON_MODULES = (clamp_inputs, clamp_outputs)
 MODES: dict[str, dict[str, Any]] = {
@@ -219,10 +240,20 @@ def test_on_two_ranks_it_is_refused_there_too() -> None:
         run_world(gradients, 2, {}, clamp, "", True)
 
 
-def test_a_hook_behind_the_accumulation_is_refused() -> None:
-    for late in (False, True):
-        with pytest.raises(WorldError, match=r"inner\.weight: a hook behind the accumulation"):
-            run_world(gradients, 1, {}, behind, "", False, late)
+@pytest.mark.parametrize(
+    ("change", "late", "says"),
+    [
+        (clamp_behind, False, "is not linear"),
+        (take, False, "takes the gradient"),
+        (look_behind, True, "finds none"),
+        (mask_behind, True, "finds none"),
+    ],
+)
+def test_a_hook_behind_the_accumulation_that_would_train_otherwise_is_refused(
+    change: Callable[[Model], None], late: bool, says: str
+) -> None:
+    with pytest.raises(WorldError, match=rf"inner\.weight: a hook .*{says}"):
+        run_world(gradients, 1, {}, change, "", False, late)
 
 
 def returns_hooks(env: RankEnv) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import colossal_lite as cl
 from colossal_lite.data.batch import Batch, read_batch
 from colossal_lite.pipeline.traced_sections import traced
-from colossal_lite.pipeline.unit_trace import UnitsError
+from colossal_lite.pipeline.unit_trace import UnitsError, trace_units
 from tests.shared.pool import RankEnv, run_world
 
 D, CLASSES, STEPS = 8, 5, 3
@@ -80,7 +80,7 @@ def test_a_model_of_pictures_has_stages_by_an_example(outputs: int) -> None:
         own = loss(serial(inputs), labels)
         own.backward()
         optimizer.step()
-        losses.append(float(own))
+        losses.append(float(own.detach()))
     for found, state in run_world(staged, 2, outputs, dict(pipeline=dict(size=2, micro_batches=2))):
         assert found == pytest.approx(losses, rel=1e-12)
         for name, right in serial.state_dict().items():
@@ -103,8 +103,15 @@ def test_an_example_is_named_where_ids_do_not_do_and_is_taken() -> None:
         traced(Pictures(), example(4, 2, 6, 6))
 
 
+class Viewing(Pictures):
+    """Fails on no samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(len(x), -1, 6, 6))
+
+
 def test_a_rank_without_samples_traces_one() -> None:
-    assert len(traced(Pictures(), example(0, 3, 6, 6)).parts) == 5
+    assert len(traced(Viewing(), example(0, 3, 6, 6)).parts) == 5
 
 
 def test_a_copy_without_values_runs_on_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +143,9 @@ def test_an_example_of_ids_and_more_is_taken_where_ids_alone_do_not_do() -> None
     batch = read_batch(dict(input_ids=ids, position_ids=ids, labels=ids), device=torch.device("cpu"))
     with pytest.raises(UnitsError, match="example="):
         traced(TwoInputs())
-    assert len(traced(TwoInputs(), batch).parts) == 5, "its words are among the few of the copy"
+    assert len(traced(TwoInputs(), batch).parts) == 5
+    _, copy = trace_units(TwoInputs(), batch)
+    assert copy.model.get_submodule("words").num_embeddings < V, "its words are among the few of the copy"
 
 
 class Words(nn.Module):

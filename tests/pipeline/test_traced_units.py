@@ -46,7 +46,7 @@ class Walk(nn.Module):
         self.words, self.drop = nn.Embedding(V, D), nn.Dropout(0.1)
         self.places = nn.Parameter(torch.randn(1, T, D))
         self.kinds = nn.Parameter(torch.randn(3, D))
-        self.widen = nn.Linear(D, D)
+        self.widen = nn.Conv1d(D, D, 1)
         self.scales = nn.Parameter(torch.ones(3))
         self.blocks = blocks([Block() for _ in range(3)])
         self.norm = nn.LayerNorm(D)
@@ -57,7 +57,7 @@ class Walk(nn.Module):
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
         tokens = ids.shape[1]
-        x = self.drop(self.widen(self.words(ids)) + self.places[:, :tokens])
+        x = self.drop(self.widen(self.words(ids).mT).mT + self.places[:, :tokens])
         x = x + F.one_hot(ids % 3, 3).to(x.dtype) @ self.kinds
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=ids.device).tril()
         for i, block in enumerate(self.list()):
