@@ -62,7 +62,7 @@ from colossal_lite.numerics.torch_modes import naming_transforms
 from colossal_lite.observe.memory_timeline import MemoryTimeline
 from colossal_lite.observe.schedule_report import ScheduleReport
 from colossal_lite.observe.tables import Rows
-from colossal_lite.parallel.loss import Criterion, Loss, ModelLoss, reader_of, refuse_means
+from colossal_lite.parallel.loss import Criterion, ModelLoss, reader_of, refuse_means
 from colossal_lite.parallel.parallelize import facts_of, stated_sizes
 from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.step_plans import StepPlans
@@ -120,10 +120,8 @@ class Engine:
         self._plans = StepPlans(config, mesh.layout, built.stages, built.all_packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
         self._randomness = CountedOnly(context.device)
-        in_parts, is_staged = mesh.size("tensor", "sequence") > 1, mesh.size("pipeline") > 1
-        names = {id(parameter): name for name, parameter in parts.parameters.items()}
-        self._loss = Loss(done, criterion, names, parts.cuts, parts.shards)
-        guard = OwnForward(built.model, is_staged=is_staged) if in_parts or is_staged else None
+        self._loss = parts.loss(criterion)
+        guard = OwnForward.of(built.model, mesh)
         self._running = nullcontext if guard is None else guard.running
         # whether ranks have different parts of a batch
         self._is_shared = mesh.size("data", "sequence") * config.parallel.tensor.sample_parts > 1
@@ -302,6 +300,7 @@ class Engine:
         rank. Raises ValueError if they have updated weights already (`optimizer.update_when="backward"`): a checkpoint
         has to be loaded."""
         self._comparison.clear()
+        self._loop.drop()
         self._comparison.drop(gradients=self._open.calls > 0 or self._open.totals is not None)
         self._state.zero_grad()
 

@@ -30,6 +30,7 @@ from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.dropout_rows import unbind_dropout
 from colossal_lite.parallel.fused_head import free_head
+from colossal_lite.parallel.loss import Criterion, Loss, ModelLoss, checked
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.parallel.plan_proof import FirstBatch
 from colossal_lite.pipeline.stages import Stages
@@ -160,14 +161,15 @@ class EngineParts:
         return " and ".join(found)
 
     @property
-    def shards(self) -> str:
-        """The settings by which weights are whole only in the modules that they belong to."""
-        config = self.context.config
-        shared = isinstance(self.weights, ShardedWeights) and self.context.mesh.size("data") > 1
-        found = [f"zero.stage={config.zero.stage}"] if shared else []
-        if isinstance(self.weights, ShardedWeights) and config.memory.moves:
-            found.append("memory")
-        return " and ".join(found)
+    def hidden(self) -> frozenset[str]:
+        """Names of the parameters that have no values here outside of forward."""
+        chunks = (*self.built.chunks, *self.built.frozen)
+        return frozenset(e.name for chunk in chunks if chunk.is_sharded for e in chunk.spec.entries)
+
+    def loss(self, criterion: Criterion | ModelLoss | None) -> Loss:
+        """The loss of a micro-batch. A criterion of the user's own is checked."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return Loss(self.built.parallelized, checked(criterion, names, self.hidden, self.cuts))
 
     def before_backward(self, *, own_loss: bool = False) -> None:
         """Run deferred updates, then prefetch the optimizer state that the next updates need first. `own_loss`: the

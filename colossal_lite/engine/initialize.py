@@ -47,7 +47,7 @@ from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
 from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.layer_swap import cut_range
-from colossal_lite.parallel.loss import Criterion, Loss, reader_of
+from colossal_lite.parallel.loss import Criterion, Loss, checked, reader_of
 from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
 from colossal_lite.parallel.padding import sees_padding
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
@@ -142,7 +142,6 @@ def _initialize(
 ) -> Engine:  # fmt: skip
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
-    check_lazy(module)
     facts = _check_model(module, context)
     first_batch, pads_alone = _of_batches(module, context)
     loss = _loss_by(criterion, module, context)
@@ -241,6 +240,7 @@ def _tell_of_end(context: Context, result: StepResult) -> None:
 def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
     """The sizes of a model, if it states them. Raises ConfigError for sizes that the config cannot split. Raises
     ValueError for a model that cannot be trained, or not in parts."""
+    check_lazy(module)
     facts = facts_of(module)
     if module in context.models:
         raise ValueError(
@@ -395,7 +395,7 @@ def _measure(
         context.device,
         dtype,
         example,
-        Loss(parallelized, None if example is None else criterion),
+        Loss(parallelized, None if example is None else checked(criterion)),
     )
     return partial(profiler.costs, facts=facts)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.numerics.torch_modes import storage_of
 
 
@@ -61,6 +62,12 @@ class OwnForward:
         """`is_staged`: layers are on other ranks as well."""
         self._runs, self._is_staged = False, is_staged
         model.register_forward_pre_hook(self._check)
+
+    @classmethod
+    def of(cls, model: nn.Module, mesh: Mesh) -> OwnForward | None:
+        """None where a rank has the whole model, and all tokens."""
+        is_staged = mesh.size("pipeline") > 1
+        return cls(model, is_staged=is_staged) if is_staged or mesh.size("tensor", "sequence") > 1 else None
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -25,13 +25,12 @@ from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.engine.step_totals import OpenStep
 from colossal_lite.parallel.loss import logits_of, with_logits
+from colossal_lite.parallel.model_loss import CLEAR_NAMES
 from colossal_lite.parallel.whole_sizes import without_parts
 from colossal_lite.zero.build_chunks import sharding_of
 
 ALIKE = 1e-5
 """How far weighted sums of an output may be apart on ranks that have the same, as a share of the absolute sum."""
-LABELS = ("labels", "targets", "lm_labels", "target", "label")
-"""Arguments by which a forward gets labels, for a loss of its own."""
 FROM_MODEL = "of the outputs of a model"
 """Metadata of the nodes by which the graph of a loss enters the model."""
 
@@ -58,12 +57,11 @@ class UserLoop:
         tensor = self._config.parallel.tensor
         self._cuts_all = tensor.size > 1 and tensor.mode != "1d"
         self._cuts_tokens = self._mesh.size("sequence") > 1
-        hidden = {e.name for c in (*built.chunks, *built.frozen) if c.is_sharded for e in c.spec.entries}
+        hidden = parts.hidden
         self._not_whole = {id(p): n for n, p in parts.parameters.items() if self._has_parts or n in hidden}
         """Names of the parameters that this rank has in part, or not at all outside of forward."""
-        self._forwards: list[
-            tuple[int, int]
-        ] = []  # nodes of autograd that each forward of this step has made
+        self._forwards: list[tuple[int, int]] = []
+        """Numbers of the nodes of autograd that each forward of this step has made."""
         self._first_node = 0  # of the forward at hand
         self._known: dict[tuple[torch.Size, ...], Sequence[bool]] = {}
         self._is_empty = False  # whether this rank has no sample of the micro-batch at hand
@@ -85,7 +83,7 @@ class UserLoop:
         self._micro_batches.look(args, kwargs)
         sizes = self._micro_batches.sizes(inputs)
         self._samples = sum(sizes)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._mesh.size("data") > 1:
             self._own = _weight_of(inputs, kwargs.get("labels"))
         first = self._step.samples + self._micro_batches.first_sample(sizes)
         samples = torch.arange(first, first + inputs.shape[0], device=self._parts.context.device)
@@ -106,7 +104,7 @@ class UserLoop:
         sequence axis so are other tensors of all tokens. A loss may read these, and those that all tensor ranks have
         alike. Raises ValueError for outputs without logits, where ranks have parts of them."""
 
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._not_whole:
             self._forwards.append((self._first_node, _next_node()))
 
         def full(x: Tensor) -> Tensor:
@@ -240,9 +238,13 @@ class UserLoop:
             nodes += [before for before, _ in node.next_functions]
         return None
 
+    def drop(self) -> None:
+        """Forget the forwards of this step."""
+        self._forwards.clear()
+
     def finish(self) -> None:
         """Start the remaining reductions, before the ranks agree. Raises ValueError without a `backward`."""
-        self._forwards.clear()
+        self.drop()
         if self._step.by_count is None:
             raise ValueError("step: there are no gradients; call forward_backward, or backward, first")
         if self._updates.within_backward and self._step.calls < self._config.gradient_accumulation:
@@ -283,7 +285,7 @@ class UserLoop:
             return
         taken = signature(self._parts.built.model.forward).parameters
         given = dict(zip(taken, args, strict=False)) | dict(kwargs)
-        if name := next((name for name in LABELS if given.get(name) is not None), None):
+        if name := next((name for name in CLEAR_NAMES if given.get(name) is not None), None):
             raise ValueError(
                 f"engine(x): {name} with parallel.tensor={self._mesh.size('tensor')}. The model's own loss would read "
                 f"a part of the vocabulary. Legal: no {name}, and a loss of the logits; criterion='model' and "
@@ -299,7 +301,7 @@ def _next_node() -> int:
 
 def _weight_of(inputs: Tensor, labels: Any) -> Tensor:
     """Samples, and valid labels that the model gets. Also those behind the first token, which causal models count."""
-    counts = [torch.tensor(len(inputs), device=inputs.device)]
+    counts = [torch.full((), len(inputs), device=inputs.device)]  # which waits for no device
     if isinstance(labels, Tensor) and not labels.is_floating_point():
         valid = labels != IGNORED
         counts += [valid.sum(), valid[:, 1:].sum() if labels.dim() > 1 else valid.sum()]

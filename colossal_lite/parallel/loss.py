@@ -6,29 +6,22 @@ over the vocabulary or not.  A user's own criterion gets full logits, and is wei
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_checks import LossOf, valid_labels
-from colossal_lite.numerics.generators import drawn_between, generators_kept, states
-from colossal_lite.parallel.criterion_graph import reads_of
 from colossal_lite.parallel.fused_head import UnmadeLogits
 from colossal_lite.parallel.model_loss import ModelLoss as ModelLoss
+from colossal_lite.parallel.own_criterion import Criterion as Criterion
+from colossal_lite.parallel.own_criterion import OwnCriterion as OwnCriterion
 from colossal_lite.parallel.tensor_modes import TensorStrategy
 
-Criterion = Callable[[Tensor, Tensor], Any]
-MOST_JUDGED = 4
-"""First micro-batches of a run in which a criterion is judged: whether its parts add up. Later it is judged in those
-whose number is a power of two. A criterion may change its form with its value."""
-SURE = 30.0
-"""Added to logits, makes their word nearly certain."""
+NO_NAMES: Mapping[int, str] = {}
 LAST_ONLY = (
     "model: logits {shape} of one position for labels {labels}: the model gives those of the last position only, as it "
     "was called without labels. Legal: cl.initialize(..., criterion='model'), which hands them to it and trains on the "
@@ -105,19 +98,9 @@ class Loss:
     """`criterion`: None for cross-entropy; a ModelLoss for the model's own loss."""
 
     parallelized: _Parallelized
-    criterion: Criterion | ModelLoss | None
-    names: Mapping[int, str] = field(default_factory=dict)
-    """Of the model's parameters, by `id`."""
-    parts: str = ""
-    """The settings by which this rank has a part of the model, or of its activations; "" if it has all."""
-    shards: str = ""
-    """The settings by which weights are not whole between modules; "" if they are."""
+    criterion: OwnCriterion | ModelLoss | None
     is_cut: bool = False
     """Whether others have a part of the batch: its loss is then put together from those of the parts."""
-    _calls: int = field(default=0, init=False)
-    _judged: int = field(default=0, init=False)
-    _unjudged: tuple[Tensor, Tensor] | None = field(default=None, init=False)
-    """Logits and labels of the last micro-batch, where its halves could not be judged."""
 
     def asked(self, batch: Batch) -> Batch:
         """What the model is called with, to give a loss if it is asked for its own."""
@@ -159,184 +142,19 @@ class Loss:
         if valid == 0:
             return logits.sum() * 0.0, 0
         whole = strategy.whole_vocabulary(logits)
-        self._calls += torch.is_grad_enabled()
-        is_due = self._calls <= MOST_JUDGED or self._calls.bit_count() == 1
-        judges = self.is_cut and torch.is_grad_enabled() and is_due
-        versions = (whole._version, labels._version) if judges else None  # it may write in them
-        made_by, devices = whole.grad_fn, [whole.device] if whole.is_cuda else []
-        before = states(devices) if judges else {}
-        try:
-            result = self.criterion(whole, labels)
-        except Exception as error:
-            error.add_note(
-                f"criterion: it gets logits {tuple(whole.shape)}, (samples, tokens, vocabulary), and labels "
-                f"{tuple(labels.shape)}; for torch's losses: logits.flatten(0, 1), labels.flatten()"
-            )
-            raise
-        if judges and (name := drawn_between(before, states(devices))):
-            raise ValueError(
-                f"criterion: it draws from {name}, and others draw for their parts of the batch. Legal: no random "
-                f"numbers, or numbers that the forward gets as an argument"
-            )
-        total, count = _weighed(result, valid)
-        if made_by is not None and torch.is_grad_enabled():
-            self._check_reads(total, made_by)
-        if judges and versions == (whole._version, labels._version):
-            self._judged += 1
-            given = CriterionResult(whole.detach(), labels, total.detach(), count)
-            self._refuse_other_sums(given)
-            if part.positions is not None and (halves := _halves(whole.detach(), labels, 1)):
-                self._compare(given, halves, "parallel.sequence")
-        return total, count
-
-    def _check_reads(self, total: Tensor, logits: Any) -> None:
-        """Raises ValueError for a loss that has no gradient, or whose gradient a step would not have right. `logits`:
-        the node of the logits."""
-        if not total.requires_grad:
-            raise ValueError(
-                "criterion: its result has no graph, so nothing would train; legal: a loss of the logits, without "
-                "detach() and no_grad"
-            )
-        reads = reads_of(total, logits, self.names)
-        if reads.foreign:
-            raise ValueError(
-                f"criterion: it reads a tensor {reads.foreign[0]} that requires a gradient and is not of the model. No "
-                f"step would train it. Legal: a parameter of the model, requires_grad_(False), or a loop of "
-                f"your own with an optimizer for it"
-            )
-        where = self.parts or self.shards
-        if reads.parameters and where:
-            raise ValueError(
-                f"criterion: it reads the parameter {reads.parameters[0]}. A rank has a part of it, or none ({where}). "
-                f"Legal: a loss of the logits, optimizer.weight_decay, or colossal_lite.AuxiliaryLoss"
-            )
-        if reads.left and self.parts:
-            raise ValueError(
-                f"criterion: it reads a tensor that the forward has left ({reads.left[0]}). A rank has a part of it "
-                f"({self.parts}). Legal: a loss of the logits, or colossal_lite.AuxiliaryLoss in the module"
-            )
-
-    def _refuse_other_sums(self, given: CriterionResult) -> None:
-        """Compare what the criterion gave with what it gives for two halves, weighted by their labels.
-
-        Halves are of samples, or of the tokens of a single one. Where they cannot be judged, this micro-batch is one
-        part of two, and the next one is the other. The criterion is called twice more, or three times. Where it raises
-        or draws then, it is not judged. Raises ValueError if they differ. A sum, a mean of other counts or a loss of
-        pairs of samples is another one when a batch is cut."""
-        whole, labels = given.logits, given.labels
-        dim = 0 if labels.dim() and len(labels) > 1 else 1
-        halves = _halves(whole, labels, dim)
-        if self._judged == 1 and halves:
-            self._refuse_other_levels(whole, labels, dim)
-        if halves and self._compare(given, halves):
-            return
-        before, self._unjudged = self._unjudged, (whole, labels)
-        if self._judged >= MOST_JUDGED:
-            self._unjudged = None  # the last that is judged
-        pair = [*([] if before is None else [before]), (whole, labels)]
-        is_pair = len(pair) == 2 and all(
-            one.shape[1:] == other.shape[1:] and one.device == other.device
-            for one, other in zip(*pair, strict=True)
-        )
-        if not is_pair or any(x.shape[:1] != y.shape[:1] for x, y in pair):
-            return
-        both = self._of_half(*(torch.cat(each) for each in zip(*pair, strict=True)))
-        if both is not None:
-            self._compare(both, pair)
-
-    def _refuse_other_levels(self, whole: Tensor, labels: Tensor, dim: int) -> None:
-        """Compare the criterion where the first half is right and the other is not. There the floor or the cap of a
-        mean shows, whatever the mean is at first."""
-        made = _half_right(whole, labels, dim)
-        if made is None or (given := self._of_half(made, labels)) is None:
-            return
-        try:
-            self._compare(given, _halves(made, labels, dim))
-        except ValueError as error:
-            error.add_note("criterion: it was given other logits here, which are right in the first half")
-            raise
-
-    def _compare(
-        self,
-        whole: CriterionResult,
-        parts: Sequence[tuple[Tensor, Tensor]],
-        cut: str = "parallel.data or gradient_accumulation",
-    ) -> bool:
-        """Whether what the criterion gave for two parts together can be compared with what it gives for each. Raises
-        ValueError if it differs. `cut`: the settings by which batches are cut so."""
-        results = [value for part in parts if (value := self._of_half(*part)) is not None]
-        counts = [float(each.count) for each in results]
-        if 0 in counts or len(results) < len(parts):
-            return False
-        given, *found = (float(each.total) / float(each.count) for each in (whole, *results))
-        made = sum(value * count for value, count in zip(found, counts, strict=True)) / sum(counts)
-        # terms of a loss may be as large as logits, and cancel
-        logits = [float(torch.linalg.vector_norm(whole, math.inf)) for whole, _ in parts]
-        most = max(abs(given), *map(abs, found), *logits)
-        eps = max(torch.finfo(dtype).eps for dtype in (parts[0][0].dtype, whole.total.dtype))
-        sums = eps if eps < torch.finfo(torch.float32).eps else torch.finfo(torch.float32).eps
-        slack = max(4 * eps, 16 * sums * sum(counts) ** 0.5)
-        if not math.isfinite(most + made):
-            return False
-        if abs(made - given) <= slack * most:
-            return True
-        raise ValueError(
-            f"criterion: it gives {given:.6g} for {sum(counts):g} labels. Two parts, of {counts[0]:g} and "
-            f"{counts[1]:g}, give {found[0]:.6g} and {found[1]:.6g}. These make {made:.6g}. So a batch cut by {cut} "
-            f"has another loss. Legal: a mean over all labels that are not -100, or (sum, count) of what parts add "
-            f"up to"
+        return self.criterion.run(
+            whole, labels, valid, is_cut=self.is_cut, cuts_tokens=part.positions is not None
         )
 
-    def _of_half(self, whole: Tensor, labels: Tensor) -> CriterionResult | None:
-        """What the criterion gives for some samples; None if it raises there, or draws."""
-        assert callable(self.criterion)
-        devices = [whole.device] if whole.is_cuda else []
-        with torch.no_grad(), generators_kept(devices):
-            before = states(devices)
-            try:
-                found = self.criterion(whole, labels)
-                total, count = _weighed(found, int(valid_labels(labels)))
-            except Exception:  # it may not take this size, and is never given it
-                return None
-            return (
-                None
-                if drawn_between(before, states(devices))
-                else CriterionResult(whole, labels, total, count)
-            )
 
-
-@dataclass(frozen=True)
-class CriterionResult:
-    """What a criterion gave for these logits and labels: a sum and its count."""
-
-    logits: Tensor
-    labels: Tensor
-    total: Tensor
-    count: Tensor | int | float
-
-
-def _weighed(result: Any, valid: int) -> tuple[Tensor, Tensor | int | float]:
-    """The sum and count of a criterion's `result`, for so many valid labels. Raises ValueError for other results."""
-    if isinstance(result, tuple) and len(result) == 2:
-        return result
-    if isinstance(result, Tensor) and result.dim() == 0:
-        return result.to(torch.promote_types(result.dtype, torch.float32)) * valid, valid
-    raise ValueError(
-        f"criterion returned {type(result).__name__}; legal: a tuple (sum, count), or a 0-d tensor that is a mean"
-    )
-
-
-def _half_right(whole: Tensor, labels: Tensor, dim: int) -> Tensor | None:
-    """Logits, or numbers, that fit the labels in the first half; None for others than [..., classes] or [...]."""
-    made, half = whole.clone(), labels.shape[dim] // 2
-    first, right = made.narrow(dim, 0, half), labels.narrow(dim, 0, half)
-    if labels.is_floating_point() and first.shape == right.shape:
-        first.copy_(right)
-    elif not labels.is_floating_point() and first.shape[:-1] == right.shape:
-        first.scatter_add_(-1, right.clamp(min=0).long()[..., None], first.new_full((*right.shape, 1), SURE))
-    else:
-        return None
-    return made
+def checked(
+    criterion: Criterion | ModelLoss | None, names: Mapping[int, str] = NO_NAMES, hidden: Collection[str] = (),
+    parts: str = "",
+) -> OwnCriterion | ModelLoss | None:  # fmt: skip
+    """What a `Loss` takes for a criterion; the rest as in `OwnCriterion`."""
+    if criterion is None or isinstance(criterion, ModelLoss):
+        return criterion
+    return OwnCriterion(criterion, names, hidden, parts)
 
 
 def reader_of(criterion: Criterion | ModelLoss | None) -> LossOf:
@@ -356,15 +174,6 @@ def _check_labels_fit(logits: Tensor, labels: Tensor) -> None:
             f"labels: shape {tuple(labels.shape)} for logits {tuple(logits.shape)}. Legal: a label for each vector of "
             f"logits, {tuple(logits.shape[:-1])}, or criterion=, a function of the logits and the labels"
         )
-
-
-def _halves(whole: Tensor, labels: Tensor, dim: int) -> list[tuple[Tensor, Tensor]]:
-    """Halves of logits and labels: of samples (`dim` 0) or tokens. Empty where there are none."""
-    by_token = labels.dim() == 2 and whole.dim() == 3 and not labels.is_floating_point()
-    fits = whole.shape[: dim + 1] == labels.shape[: dim + 1] and (dim == 0 or by_token)
-    if not fits or labels.shape[dim] < 2:
-        return []
-    return list(zip(whole.tensor_split(2, dim), labels.tensor_split(2, dim), strict=True))
 
 
 def refuse_means(outputs: Any, model: str) -> None:

@@ -25,8 +25,9 @@ from colossal_lite.parallel.small_copy import NoCopyError, Plainly, few_ids, sma
 from colossal_lite.parallel.tensor_modes import TensorStrategy
 from colossal_lite.transforms.batch_statistics import is_over_the_batch
 
-NAMES = ("targets", "labels", "lm_labels", "target", "label", "y", "tgt")
-"""Arguments by which forwards take labels."""
+CLEAR_NAMES = ("targets", "labels", "lm_labels", "target", "label")
+NAMES = (*CLEAR_NAMES, "y", "tgt")
+"""Arguments by which forwards take labels; the `CLEAR_NAMES` mean nothing else."""
 IGNORED_BY_MODELS = (IGNORED, -1)
 LIMIT_BYTES = 1 << 30
 TOLERANCE = 1e-6

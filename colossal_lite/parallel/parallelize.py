@@ -32,7 +32,6 @@ from colossal_lite.models import GPT
 from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan, roles_by_shape
 from colossal_lite.parallel.dropout_rows import (
-    CutLinear,
     adapters_of,
     bind_dropout,
     cut_linears,
@@ -63,6 +62,7 @@ from colossal_lite.parallel.small_copy import LENGTH_NAMES, NoCopyError, frozen_
 from colossal_lite.parallel.tensor_modes import (
     Form,
     LocalRows,
+    ModeResult,
     TensorStrategy,
     mode_file,
     mode_of,
@@ -145,7 +145,6 @@ def parallelize(
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
     chosen: Mapping[str, str] = {}
     roles: Mapping[str, Role] = {}
-    linears: tuple[CutLinear, ...] = ()
     form, first = Form(), None
     if mesh.size("tensor") > 1:
         chosen, roles, form, first = _proven(
@@ -158,14 +157,8 @@ def parallelize(
         longest=stated_sizes(module, _shapes(module)).tokens, has_auxiliary=bool(emitting),
     )  # fmt: skip
     lengths = _length_proofs(module, mesh, chosen, roles, form, sequence_mode, padding, criterion)
-    if mesh.size("tensor") == 1:
-        made = serial(module)
-    else:
-        linears = () if is_known(module) else cut_linears(module, roles)
-        made = mode_file(mode_of(mesh)).swap_layers(module, mesh, roles, form)
-        gather_logits(module, roles, made[0], criterion)
-        _watch_pairs(module, roles, auxiliary)
-    strategy, specs, local_rows, share_at = made
+    linears = () if mesh.size("tensor") == 1 or is_known(module) else cut_linears(module, roles)
+    strategy, specs, local_rows, share_at = _swapped(module, mesh, roles, form, criterion, auxiliary)
     if streams and linears:
         local_rows = rows_behind(module, roles, linears, streams, strategy.cut_behind, local_rows)
     if mesh.size("sequence") > 1:
@@ -179,6 +172,19 @@ def parallelize(
     return Parallelized(
         strategy, ops, specs, has_dropout, auxiliary, chosen, padding, lengths, form, fused, first
     )
+
+
+def _swapped(
+    module: nn.Module, mesh: Mesh, roles: Mapping[str, Role], form: Form, criterion: ModelLoss | None,
+    auxiliary: AuxiliaryLosses,
+) -> ModeResult:  # fmt: skip
+    """Put the layers of the tensor mode into the module, if there is one."""
+    if mesh.size("tensor") == 1:
+        return serial(module)
+    made = mode_file(mode_of(mesh)).swap_layers(module, mesh, roles, form)
+    gather_logits(module, roles, made[0], criterion)
+    _watch_pairs(module, roles, auxiliary)
+    return made
 
 
 def _length_proofs(

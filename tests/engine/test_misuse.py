@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import colossal_lite as cl
 from colossal_lite.parallel.tensor_1d_layers import TablePart
 from tests.shared.pool import RankEnv, run_world
+from tests.shared.refusals import told_of
 
 SGD = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), seed=3, timeout_s=30)
 
@@ -30,15 +31,6 @@ def model() -> nn.Module:
 def batch() -> tuple[Tensor, Tensor]:
     inputs = torch.tensor([[1, 2, 3, 4]])
     return inputs, inputs + 1
-
-
-def told_of(call: Callable[[], Any]) -> str:
-    """The message of the ValueError that `call` raises, or ""."""
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def loss_of(logits: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import colossal_lite as cl
-from colossal_lite.parallel.loss import CriterionResult, Loss, logits_of
+from colossal_lite.parallel.loss import logits_of
+from colossal_lite.parallel.own_criterion import CriterionResult, OwnCriterion
 from tests.shared.pool import RankEnv, WorldError, run_world
 
 CONFIG: dict[str, Any] = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), timeout_s=30)
@@ -241,7 +242,7 @@ def test_what_cannot_be_judged_or_adds_up_to_rounding_is_not_refused(name: str, 
 
 
 def test_terms_of_a_loss_that_cancel_are_judged_by_their_size() -> None:
-    loss, labels = Loss(Any, that_cancels), torch.zeros(64, dtype=torch.int64)
+    loss, labels = OwnCriterion(that_cancels), torch.zeros(64, dtype=torch.int64)
     for seed in range(20):
         logits = 1.0 + 1e-3 * torch.randn(64, 2, generator=torch.Generator().manual_seed(seed))
         total = that_cancels(logits, labels) * len(labels)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ import colossal_lite as cl
 from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
 from colossal_lite.data.fingerprint import fingerprint
 from tests.shared.pool import RankEnv, run_world
+from tests.shared.refusals import told_of
 from tests.shared.written_models import STYLES
 
 VOCABULARY = 32
@@ -39,15 +39,6 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
 def batch_of(seed: int) -> tuple[Tensor, Tensor]:
     inputs = torch.randint(VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(seed))
     return inputs, (inputs + 1) % VOCABULARY
-
-
-def told_of(call: Callable[[], Any]) -> str:
-    """The message of the ValueError that `call` raises, or ""."""
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def own_samples(env: RankEnv, config: dict[str, Any]) -> tuple[list[str], bool, float, float]:

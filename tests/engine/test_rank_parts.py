@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import colossal_lite as cl
 from colossal_lite.models import GPT, GPTConfig
 from tests.shared.pool import RankEnv, run_world
+from tests.shared.refusals import told_of
 
 SGD = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), seed=3, timeout_s=30)
 TENSOR = dict(parallel=dict(tensor=dict(size=2)))
@@ -24,14 +25,6 @@ IDS = torch.arange(40).view(4, 10) % 7
 def gpt() -> GPT:
     torch.manual_seed(0)
     return GPT(GPTConfig(vocabulary=8, width=8, layers=2, heads=2, sequence=16))
-
-
-def told_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def own_state(env: RankEnv, config: dict[str, Any]) -> tuple[list[str], list[str], float]:

@@ -224,6 +224,29 @@ def test_ranks_that_leave_a_batch_alike_go_on(loop: str, tmp_path: Path) -> None
         assert told == ["UserError", "", ""]
 
 
+def skips_a_batch(env: RankEnv, case: Case) -> tuple[int, str]:
+    """Rank 1 passes over the second batch of a loader before the engine sees it. Steps made, and what the next says."""
+    rows = [(torch.arange(8) + i, torch.arange(8) + i + 1) for i in range(24)]
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        for number, batch in enumerate(context.dataloader(rows, global_batch=case.global_batch)):
+            if number == 1 and env.rank == 1:
+                continue
+            try:
+                engine.train_step(batch)
+            except RanksDifferError as error:
+                return engine.steps, str(error)
+        return engine.steps, ""
+
+
+def test_a_rank_that_passes_over_a_batch_of_a_loader_is_told() -> None:
+    for steps, told in run_world(skips_a_batch, 2, CASE):
+        assert (
+            steps == 1
+            and "dataset: it is read from sample 8 of the run on rank 0, and from 16 on rank 1" in told
+        )
+
+
 def refuse_alike(env: RankEnv, case: Case) -> int:
     """All ranks refuse one batch. One of them takes its time until it comes with the next."""
     with env.launch(case.full_config) as context:

@@ -13,19 +13,10 @@ import colossal_lite as cl
 from colossal_lite.data.batch import Batch, read_batch
 from colossal_lite.pipeline.traced_sections import traced
 from colossal_lite.pipeline.unit_trace import UnitsError, trace_units
+from tests.pipeline.test_modes_of_units import SGD, STEPS, Block, D
 from tests.shared.pool import RankEnv, run_world
 
-D, CLASSES, STEPS = 8, 5, 3
-SGD = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), timeout_s=60)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(x))
+CLASSES = 5
 
 
 class Pictures(nn.Module):
