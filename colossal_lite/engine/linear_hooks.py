@@ -4,7 +4,7 @@ Note: what a hook sees.
 Backward starts from the sum over the labels of one micro-batch on one rank.  The step divides by their number later
 (parallel/loss.py).  So a hook sees a multiple of a part of the gradient.  The step is exact if the hook is linear: a
 mask, a factor, a projection.  Clipping by value is not.  The first gradient that is not zero goes through a hook twice,
-as it is and times `FACTOR`.  With one rank and one micro-batch, `engine.backward(loss)` starts from the user's own
+as it is and times `SEED`.  With one rank and one micro-batch, `engine.backward(loss)` starts from the user's own
 loss, so any hook is right there.
 Cost: a look at each module and parameter before a step, and one call more of each hook.
 """
@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-FACTOR = -(2.0**20)
-"""Exact in floating point. Its sign shows a hook that takes absolute values, its size one that has a limit."""
+from colossal_lite.numerics.linearity import SEED, is_multiple
+
 LARGEST_HALF = 2.0**14
-TOLERANCE = 1e-3
-"""Of what a hook gives for the multiple, relative to its largest element: above the rounding of 16 bits."""
 LEGAL = (
     "Legal: a hook that is linear in the gradient, such as a mask or a factor. Or engine.backward(loss) on one rank "
     "without gradient_accumulation, which starts from the loss itself"
@@ -120,20 +118,15 @@ def _factor(given: tuple[Any, ...]) -> float:
     if not 0.0 < most < float("inf"):
         return 0.0
     is_half = any(x.dtype is torch.float16 for x in tensors)
-    factor = FACTOR
+    factor = SEED
     while is_half and abs(factor) * most > LARGEST_HALF and factor < -2.0:
         factor /= 2.0
     return factor
 
 
 def _is_multiple(again: Any, result: Any, factor: float) -> bool:
-    for one, other in zip(tree_leaves(again), tree_leaves(result), strict=True):
-        if not isinstance(one, Tensor):
-            continue
-        right = other.detach().double() * factor
-        if not bool(((one.detach().double() - right).abs() <= TOLERANCE * right.abs().amax()).all()):
-            return False
-    return True
+    pairs = zip(tree_leaves(again), tree_leaves(result), strict=True)
+    return all(is_multiple(one, other, factor) for one, other in pairs if isinstance(one, Tensor))
 
 
 def _told(hook: Any) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from colossal_lite.data.batch_checks import valid_labels
 from colossal_lite.numerics.generators import drawn_between, generators_kept, states
+from colossal_lite.numerics.linearity import SEED, is_multiple
 from colossal_lite.parallel.criterion_graph import reads_of
 
 Criterion = Callable[[Tensor, Tensor], Any]
@@ -73,6 +74,8 @@ class OwnCriterion:
         total, count = _weighed(result, valid)
         if made_by is not None and trains:
             self._check_reads(total, made_by)
+            if self._calls == 1 and whole.grad_fn is made_by:
+                _check_linear(total, whole)
         if judges and versions == (whole._version, labels._version):
             self._judged += 1
             self._judge(
@@ -199,6 +202,22 @@ class OwnCriterion:
                 if drawn_between(before, states(devices))
                 else CriterionResult(whole, labels, total, count)
             )
+
+
+def _check_linear(total: Tensor, whole: Tensor) -> None:
+    """Raises ValueError where the gradient of the logits is not linear in what backward starts from."""
+
+    def gradient(seed: float) -> Tensor:
+        start = torch.full_like(total, seed)
+        (found,) = torch.autograd.grad(total, whole, start, retain_graph=True, allow_unused=True)
+        return torch.zeros_like(whole) if found is None else found
+
+    if not is_multiple(gradient(SEED), gradient(1.0), SEED):
+        raise ValueError(
+            f"criterion: the gradient of the logits is not linear, as {SEED:g} times the loss shows. Backward starts "
+            f"from a sum over the labels of a part of the batch. So the result would be another than in one process. "
+            f"Legal: hooks and autograd.Functions that are linear in the gradient"
+        )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
 from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.numerics.linearity import SEED
 from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.narrowing import Narrowing, narrowing
 from colossal_lite.parallel.replicated import serial
@@ -39,7 +40,6 @@ from colossal_lite.parallel.small_copy import (
 )
 from colossal_lite.parallel.swap_checks import has_forward_of, has_hooks
 from colossal_lite.parallel.swap_proof import (
-    SEED,
     Difference,
     NotRunError,
     Truth,

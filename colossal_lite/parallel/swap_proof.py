@@ -38,8 +38,6 @@ from colossal_lite.sharding.shard_spec import ShardSpec
 TOLERANCE = 1e-6
 """Of a gradient, relative to its norm and to a hundredth of the largest: far above rounding in float64."""
 LONGEST_S = 20.0
-SEED = -(2.0**20)
-"""A start of backward that shows whether it is linear: by its sign, and above limits of the gradient."""
 Replace = Callable[[nn.Module, Mesh], ModeResult]
 
 

@@ -111,6 +111,37 @@ def detached(model: Model) -> Callable[..., Any]:
     return lambda y, labels: mean(y, labels).detach()
 
 
+class Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy.clamp(-1e-3, 1e-3)
+
+
+def clamped(model: Model) -> Callable[..., Any]:
+    return lambda y, labels: mean(Clamped.apply(y), labels)
+
+
+def hooked(clamp: bool) -> Callable[[Model], Callable[..., Any]]:
+    def criterion(y: Tensor, labels: Tensor) -> Tensor:
+        if y.requires_grad:
+            y.register_hook(lambda dy: dy.clamp(-1e-3, 1e-3) if clamp else dy * 0.5)
+        return mean(y, labels)
+
+    return lambda model: criterion
+
+
+def hook_that_clamps(model: Model) -> Callable[..., Any]:
+    return hooked(True)(model)
+
+
+def hook_that_halves(model: Model) -> Callable[..., Any]:
+    return hooked(False)(model)
+
+
 def plain(model: Model) -> Callable[..., Any]:
     return lambda y, labels: mean(y, labels)
 
@@ -135,6 +166,7 @@ EXACT = [
     *((each, mode) for each in (attributes, sink) for mode in ("one", "data", "accumulation", "ZeRO-3")),
     *((penalty, mode) for mode in ("one", "data", "accumulation")),
     *((each, mode) for each in (of_last, by_place) for mode in ("one", "data", "tensor", "pipeline")),
+    *((hook_that_halves, mode) for mode in ("one", "data", "tensor", "pipeline")),
     (noisy, "one"),
     (flooded, "one"),
     (flooded, "tensor"),
@@ -150,6 +182,11 @@ REFUSED = [
     *((noisy, mode, "criterion: it draws from torch's own") for mode in ("data", "accumulation", "sequence")),
     *((flooded, mode, "So a batch cut by") for mode in ("data", "accumulation", "ZeRO-3", "pipeline")),
     *((detached, mode, GRAPH) for mode in MODES),
+    *(
+        (each, mode, "the gradient of the logits is not linear")
+        for each in (clamped, hook_that_clamps)
+        for mode in MODES
+    ),
 ]
 
 
