@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.models import GPTConfig
+from colossal_lite.parallel.own_criterion import OwnCriterion
 from colossal_lite.planner.planner import plan
 from tests.engine.test_engine import Branches, batch_of
 from tests.numerics.test_split_master import CASE, OPTIMIZERS
@@ -473,7 +474,7 @@ def spoilt(env: RankEnv, directory: str) -> list[str]:
         engine = cl.initialize(case.model, context=context, criterion=infinite_gradient(0.0))
         engine.save(directory)
         batch = tuple(t[context.local_batch(6)] for t in case.batch(0))
-        engine._loss.criterion = infinite_gradient(1.0)
+        engine._loss.criterion = OwnCriterion(infinite_gradient(1.0))
         for call in (
             lambda: engine.train_step(batch), lambda: engine.train_step(batch), lambda: engine.save(directory)
         ):  # fmt: skip
