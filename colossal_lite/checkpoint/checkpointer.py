@@ -55,6 +55,7 @@ from colossal_lite.checkpoint.manifest import (
     changes,
     encode,
     misfits,
+    model_changes,
     reads,
     writes,
 )
@@ -246,6 +247,7 @@ class Checkpointer:
         held: Sequence[HeldTensor],
         config: Mapping[str, Any],
         *,
+        model: Mapping[str, Any] | None = None,
         complete: bool,
         missing_ok: bool = False,
     ) -> Loaded | None:
@@ -279,7 +281,7 @@ class Checkpointer:
                     return None
                 raise CheckpointError("\n  ".join([f"load: no whole checkpoint in {directory}", *skipped]))
             path = directory / choice["name"]
-            manifest, changed = self._agree(meeting, path, parts, config, choice["crc32"], complete)
+            manifest, changed = self._agree(meeting, path, parts, config, model, choice["crc32"], complete)
             self.is_mixed = True
             stored = [one for one in held if _is_stored(one.name, manifest)]
             plan = reads([one.part() for one in stored], manifest, self._layout, self._rank)
@@ -334,6 +336,7 @@ class Checkpointer:
         path: Path,
         parts: Sequence[TensorSlice],
         config: Mapping[str, Any],
+        model: Mapping[str, Any] | None,
         crc32: int,
         complete: bool,
     ) -> tuple[Manifest, tuple[Change, ...]]:
@@ -347,9 +350,8 @@ class Checkpointer:
                     f"rank {self._rank} sees another manifest than rank 0: all ranks must share one directory"
                 ]
             else:
-                faults = [
-                    str(c) for c in changes(renamed(manifest.config)[0], config) if c.meaning == "impossible"
-                ]
+                found = _changes(manifest, config, model)
+                faults = [f"setting: {change}" for change in found if change.meaning == "impossible"]
                 wanted = [part for part in parts if _is_stored(part.name, manifest)]
                 faults += misfits(wanted, manifest, complete=complete)
         except CheckpointError as error:
@@ -359,14 +361,14 @@ class Checkpointer:
             meeting.say("misfits", list(dict.fromkeys(f for rows in meeting.hear_all("fits") for f in rows)))
         if rows := meeting.hear("misfits"):
             text = "\n  ".join([f"load: {path} does not fit this run", *_by_kind(rows)])
-            if any(row.startswith((*MISFITS, "impossible: ")) for row in rows):
+            if any(row.startswith(MISFITS) for row in rows):
                 raise MisfitError(f"{text}\nlegal: {FITS}")
             raise CheckpointError(text)
         assert manifest is not None
-        settings, old = renamed(manifest.config)
+        old = renamed(manifest.config)[1]
         if old and self._rank == 0:
             warnings.warn(f"{path} has settings by older names: {', '.join(old)}", stacklevel=2)
-        return manifest, changes(settings, config)
+        return manifest, _changes(manifest, config, model)
 
     def _fill(
         self, path: Path, held: Sequence[HeldTensor], plan: Sequence[Read], manifest: Manifest
@@ -399,6 +401,13 @@ class Checkpointer:
         return SaveRendezvous(
             self._store, key, what, self._rank, world, self._timeout_s, self._heard, self._standing
         )
+
+
+def _changes(
+    manifest: Manifest, config: Mapping[str, Any], model: Mapping[str, Any] | None
+) -> tuple[Change, ...]:
+    """The settings of the run, and of its model, that differ from those of the checkpoint."""
+    return (*model_changes(manifest.model, model), *changes(renamed(manifest.config)[0], config))
 
 
 def _starts_at_0(directory: Path) -> str:

@@ -352,8 +352,8 @@ def reads(parts: Sequence[TensorSlice], manifest: Manifest, layout: MeshLayout, 
     return sorted(found, key=lambda read: (read.slice.file, read.slice.start))
 
 
-MISFITS = ("missing: ", "shape: ", "dtype: ", "unexpected: ")
-"""How a line of `misfits` begins: not in the checkpoint, of another shape or dtype, not in the run."""
+MISFITS = ("missing: ", "shape: ", "dtype: ", "unexpected: ", "setting: ")
+"""How a misfit begins: not in the checkpoint, of another shape or dtype, not in the run, of another setting."""
 
 
 def misfits(parts: Sequence[TensorSlice], manifest: Manifest, *, complete: bool) -> list[str]:
@@ -405,6 +405,10 @@ MEANINGS: tuple[tuple[str, Meaning], ...] = (
     ("backend", "harmless"),
     ("timeout_s", "harmless"),
     ("optimizer.type", "impossible"),
+    ("model.transformers_version", "harmless"),
+    ("model._name_or_path", "harmless"),
+    ("model.*head*", "impossible"),
+    ("model.norm", "impossible"),
 )
 CHANGED: Mapping[Meaning, str] = {
     "harmless": "the same numbers, up to the order of sums",
@@ -442,6 +446,16 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, .
     ]
     order = ("impossible", "numeric", "harmless")
     return tuple(sorted(found, key=lambda change: order.index(change.meaning)))
+
+
+def model_changes(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> tuple[Change, ...]:
+    """The settings of the model itself that differ, where both state a value."""
+    both = {name: (value, (now or {}).get(name)) for name, value in (saved or {}).items()}
+    return tuple(
+        Change(path := f"model.{name}", then, value, _meaning(path))
+        for name, (then, value) in both.items()
+        if None not in (then, value) and then != value
+    )
 
 
 def _meaning(path: str) -> Meaning:

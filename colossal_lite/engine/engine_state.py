@@ -183,8 +183,9 @@ class EngineState:
         try:
             with self.mesh.progress.during("load"):
                 loaded = self.checkpoints.load(
-                    directory, held, settings, complete=complete, missing_ok=missing_ok
-                )
+                    directory, held, settings, model=own_config(self._model), complete=complete,
+                    missing_ok=missing_ok,
+                )  # fmt: skip
         except BaseException:
             if not self.checkpoints.is_mixed:
                 self._optimizer.unchanged()

@@ -216,6 +216,12 @@ def own_config(model: nn.Module) -> dict[str, Any] | None:
     """A model's own configuration as JSON values: a dataclass, or Hugging Face's configuration."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
-        facts: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+        facts = _as_json(config.to_dict())
         return facts | {"architectures": facts.get("architectures") or [type(model).__name__]}
-    return asdict(config) if is_dataclass(config) and not isinstance(config, type) else None
+    return _as_json(asdict(config)) if is_dataclass(config) and not isinstance(config, type) else None
+
+
+def _as_json(facts: dict[str, Any]) -> dict[str, Any]:
+    """The values as they are read back from a file."""
+    found: dict[str, Any] = json.loads(json.dumps(facts, default=str))
+    return found

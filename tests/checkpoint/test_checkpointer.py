@@ -393,8 +393,8 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "harmless": (dict(gradient_accumulation=2), "gradient_accumulation was 1, is 2: the same numbers"),
     "numeric": (dict(clip_grad_norm=1.0), "clip_grad_norm was 0.05, is 1.0: later steps differ"),
     "impossible": (
-        dict(optimizer=dict(type="sgd", lr=0.1)),
-        "optimizer.type was 'adamw', is 'sgd': the saved state does not fit",
+        dict(optimizer=dict(type="adam", lr=0.1)),
+        "setting: optimizer.type was 'adamw', is 'adam': the saved state does not fit\nlegal: the model and settings",
     ),
 }
 
@@ -426,6 +426,30 @@ def test_another_model_is_refused_with_a_row_for_each_kind_of_misfit_and_what_to
         assert len(said.splitlines()) == 4 and said.splitlines()[-1].startswith(
             "legal: the model and settings"
         )
+
+
+def load_as(env: RankEnv, case: Case, model: dict[str, Any], folder: str) -> str:
+    """What a load says, into the model of a case with other settings."""
+    with env.launch(case.full_config) as context:
+        engine = cl.initialize(lambda: cl.models.GPT(replace(case.model().config, **model)), context=context)
+        try:
+            return str(engine.load(folder))
+        except MisfitError as error:
+            return f"refused: {error}"
+
+
+def test_equal_shapes_with_other_heads_are_refused_and_other_settings_of_the_model_are_told(
+    tmp_path: Path,
+) -> None:
+    case = replace(on("1"), family="gpt2")
+    heads = case.model().config.heads
+    run_world(saves, 1, case, str(tmp_path), 1)
+    case = replace(case, world_size=2, config=on("tensor 2").config)
+    for said in run_world(load_as, 2, case, dict(heads=heads // 2), str(tmp_path)):
+        assert said.startswith("refused") and "legal: the model and settings of then" in said
+        assert f"setting: model.heads was {heads}, is {heads // 2}: the saved state does not fit" in said
+    for said in run_world(load_as, 2, case, dict(eps=1e-6, kv_heads=heads), str(tmp_path)):
+        assert "model.eps was 1e-05, is 1e-06: later steps differ" in said and "heads" not in said
 
 
 def fall_back(env: RankEnv, case: Case, folder: str) -> tuple[str, State]:
