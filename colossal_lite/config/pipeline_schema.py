@@ -87,7 +87,7 @@ class PipelineConfig(BaseModel):
         if samples < self.micro_batches:
             raise ValueError(
                 f"micro_batches={self.micro_batches}: the batch has {samples} samples on this data rank; "
-                f"use at most {samples} micro-batches or a larger global batch"
+                f"legal: at most {samples} micro-batches, None, a larger global batch, or drop_last=True of a loader"
             )
         return self.micro_batches
 

@@ -153,6 +153,10 @@ class Loader(ABC):
         """Indices of a few samples of the next batch, for all ranks to compare; none of a stream."""
         return []
 
+    def batch_sizes(self, batches: int | None) -> set[int]:
+        """Sizes of the next `batches` global batches (None: to the end of the epoch); none of a stream."""
+        return set()
+
     @abstractmethod
     def _batches(self) -> Iterator[tuple[int, Any, BatchRead | None]]:
         """(samples when it is handed out, batch, what ranks compare) to the end of the epoch; at least one."""

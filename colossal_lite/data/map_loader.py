@@ -58,6 +58,15 @@ class MapLoader(Loader):
         ids = self.order.ids(start, self.order.stop(start))
         return [int(i) for i in ids[:: max(1, len(ids) // COMPARED)][:COMPARED]]
 
+    def batch_sizes(self, batches: int | None) -> set[int]:
+        found, position = set[int](), self.samples
+        for _ in range(2 if batches else 1):  # all later epochs are as the second
+            starts = self.order.starts(position)[:batches]
+            found |= {self.order.stop(start) - start for start in (*starts[:1], *starts[-1:])}
+            batches = batches and batches - len(starts)
+            position = self.order.stop(starts[-1]) if starts else position
+        return found
+
     def _batches(self) -> Iterator[tuple[int, Any, BatchRead | None]]:
         if len(self.dataset) != self.num_samples:
             raise ValueError(

@@ -27,6 +27,7 @@ from colossal_lite.checkpoint.manifest import CheckpointError, changes
 from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.checkpoint.run_state import Loaded
 from colossal_lite.data.loader import Loader
+from colossal_lite.engine.batch_sizes import refuse_sizes
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.loader_arguments import loader_names, refuse_unknown, whole
 from colossal_lite.engine.step_measurements import leave_measurements
@@ -115,6 +116,7 @@ class Run:
             state = "complete:" if made == steps else "already at step"
             self._log.say(f"{state} {made} of {steps}{' steps' if made == steps else ''}, nothing to do")
             return iter(())
+        refuse_sizes("dataset", self._loader, self.context.config, steps=steps - made)
         self._extra["data"] = {"samples": found, "global_batch": self._loader.settings.global_batch}
         self._log.total_steps = steps
         self._tell_settings(steps)
@@ -159,16 +161,22 @@ class Run:
         Its batches are those of training, or of a torch DataLoader, but neither shuffled nor dropped; `loader` changes
         that. Auxiliary losses are weighed in each batch. Collective."""
         refuse_unknown("run.evaluate", loader, loader_names())
-        options = {**self._options_of(dataset), "shuffle": False, "drop_last": False, **loader}
         total, count = 0.0, 0.0
         with self._log.timeline.span("evaluate"):
-            for batch in self.context.dataloader(dataset, **options):
+            for batch in self._held_out("evaluate", dataset, loader):
                 loss_sum, labels = self.engine.eval_sums(batch)
                 total, count = total + loss_sum, count + labels
         if not count:
             raise ValueError("evaluate: no label of the dataset counts; legal: labels other than -100")
         self._log.evaluated(self.engine.steps, total / count)
         return total / count
+
+    def _held_out(self, name: str, dataset: Any, options: Mapping[str, Any]) -> Loader:
+        """The loader of an evaluation. Raises ValueError for a dataset that cannot be evaluated. Collective."""
+        whole = {**self._options_of(dataset), "shuffle": False, "drop_last": False, **options}
+        loader = self.context.dataloader(dataset, **whole)
+        refuse_sizes(name, loader, self.context.config)
+        return loader
 
     def save(self) -> None:
         """Save now. A failed save is printed and the run continues, until `checkpoint.max_failures` consecutive saves
@@ -304,7 +312,10 @@ def fit(
     steps = whole("steps", steps, "1 or more whole steps, those made before a resume included")
     run = Run(directory, engine, save_every=save_every, log=log)
     every = evaluate_every or save_every or steps
-    for batch in run.batches(dataset, steps=steps, **loader):
+    batches = run.batches(dataset, steps=steps, **loader)
+    if valid is not None and engine.steps < steps:
+        run._held_out("valid", valid, {})  # what cannot be evaluated is refused before it trains
+    for batch in batches:
         step = run.step(batch).step
         if valid is not None and (step % every == 0 or step == steps):
             run.evaluate(valid)

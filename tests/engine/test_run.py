@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,46 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
 )
 def test_what_cannot_be_is_refused_on_every_rank(how: str, says: str, tmp_path: Path) -> None:
     assert all(says in text for text in run_world(refused, 2, str(tmp_path), how))
+
+
+UNEVEN: dict[str, tuple[int, dict[str, Any], dict[str, Any], str, dict[str, Any]]] = {
+    "valid": (
+        4, dict(tensor=dict(size=4, mode="2d")), dict(valid=5),
+        "valid: 5 samples in batches of 4: a batch of 1 has a micro-batch of 1, cut into 2 equal parts; legal: 4 or 6 "
+        "samples",
+        dict(valid=6),
+    ),
+    "drop_last": (
+        2, dict(pipeline=dict(size=2, micro_batches=4)), dict(drop_last=False),
+        "dataset: 22 samples in batches of 4: a batch of 2 gives a data rank fewer samples than micro_batches=4 x 1 "
+        "accumulated parts; legal: 20 or 24 samples, drop_last=True, micro_batches=None in parallel.pipeline",
+        dict(pipeline=dict(size=2), drop_last=False),
+    ),
+    "no later batch": (2, dict(pipeline=dict(size=2, micro_batches=4)), dict(drop_last=False, steps=5), "", {}),
+}  # fmt: skip
+"""ranks, parallel, further arguments, the refusal, and what it names as legal"""
+
+
+def fits_or_not(env: RankEnv, parallel: dict[str, Any], folder: str, how: dict[str, Any]) -> tuple[int, str]:
+    """Steps that `fit` has made, and its refusal."""
+    valid = VALID[: how.pop("valid")] if "valid" in how else None
+    parallel = {axis: how.pop(axis, size) for axis, size in parallel.items()}
+    with env.launch(CONFIG | dict(parallel=parallel)) as context:
+        engine = cl.initialize(lambda: cl.models.GPT(replace(SHAPE, layers=2)), context=context)
+        try:
+            cl.fit(engine, TRAIN, directory=folder, valid=valid, **(dict(steps=6, global_batch=4) | how))
+        except ValueError as error:
+            return engine.steps, str(error)
+        return engine.steps, ""
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_a_last_batch_that_cannot_be_cut_is_refused_before_the_first_step(case: str, tmp_path: Path) -> None:
+    ranks, parallel, how, says, legal = UNEVEN[case]
+    for made, told in run_world(fits_or_not, ranks, parallel, str(tmp_path / "one"), how):
+        assert told == says and made == (0 if says else how["steps"])
+    for made, told in run_world(fits_or_not, ranks, parallel, str(tmp_path / "two"), how | legal):
+        assert told == "" and made == how.get("steps", 6)
 
 
 def test_a_dataset_of_another_length_is_refused_when_a_run_goes_on(tmp_path: Path) -> None:
