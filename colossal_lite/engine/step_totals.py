@@ -73,6 +73,8 @@ class SkippedSteps:
     limit: int | None
     hides_weights: bool = False
     """Whether weights are NaN where no module reads them."""
+    fixed_scale: float | None = None
+    """The factor on the loss, where a smaller one may keep gradients finite and steps do not lower it."""
     in_a_row: int = 0
 
     def note(self, skipped: int | None, totals: StepTotals, *, tells: bool) -> None:
@@ -86,10 +88,13 @@ class SkippedSteps:
             told += (
                 " (zero and offload keep NaN for a weight that is read between steps, or by another module)"
             )
+        cure = "a checkpoint from before, with a lower lr, clip_grad_norm or other data; None for no limit"
+        if self.fixed_scale is not None and totals.weight and math.isfinite(totals.loss):
+            told += f" with the fixed precision.loss_scale={self.fixed_scale:g}"
+            cure = "precision.loss_scale='dynamic', which follows overflows, or a smaller number"
         if self.limit is not None and self.in_a_row >= self.limit:
             raise ValueError(
-                f"{told}; that is {self.in_a_row} in a row, and optimizer.max_skipped_steps={self.limit}; legal: a "
-                f"checkpoint from before, with a lower lr, clip_grad_norm or other data; None for no limit"
+                f"{told}; that is {self.in_a_row} in a row, and optimizer.max_skipped_steps={self.limit}; legal: {cure}"
             )
         if tells:
             warnings.warn(f"{told} ({self.in_a_row} in a row)", stacklevel=5)

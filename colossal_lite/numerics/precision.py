@@ -133,6 +133,11 @@ class LossScale:
             return cls(FIRST_SCALE, is_dynamic=True)
         return cls(float(config.loss_scale), is_dynamic=False)
 
+    @property
+    def fixed(self) -> float | None:
+        """The scale, if no step changes it and it makes gradients larger."""
+        return self.scale if not self.is_dynamic and self.scale > 1.0 else None
+
     def after(self, is_finite: bool) -> LossScale:
         """The scale of the next step."""
         if not self.is_dynamic:

@@ -299,6 +299,27 @@ def test_each_skipped_step_is_told_and_too_many_in_a_row_end_the_run_on_every_ra
         assert words in told and "3 in a row, and optimizer.max_skipped_steps=3" in told and steps == 3
 
 
+def overflowing(env: RankEnv, scale: Any) -> tuple[str, int]:
+    """The error of twelve fp16 steps with this loss scale, and the steps that were made."""
+    precision = dict(dtype="fp16", loss_scale=scale)
+    config = SGD | dict(precision=precision, optimizer=dict(type="sgd", lr=0.1, max_skipped_steps=9))
+    with env.launch(config) as context, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = cl.initialize(model(), context=context)
+        return told_of(lambda: [engine.train_step(batch()) for _ in range(12)]), engine.steps
+
+
+def test_an_overflow_under_a_fixed_loss_scale_names_the_scale_and_what_ends_it() -> None:
+    ((told, steps),) = run_world(overflowing, 1, 1e9)
+    assert steps == 9 and "its gradient is not finite" in told
+    assert "with the fixed precision.loss_scale=1e+09; that is 9 in a row" in told
+    assert told.endswith(
+        "legal: precision.loss_scale='dynamic', which follows overflows, or a smaller number"
+    )
+    for legal in ("dynamic", 1e3):
+        assert run_world(overflowing, 1, legal) == [("", 12)]
+
+
 def reads_between_steps(env: RankEnv) -> list[str]:
     """What is told where a loss reads a weight before the forward that updates it."""
     with (
