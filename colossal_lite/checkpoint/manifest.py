@@ -407,7 +407,8 @@ MEANINGS: tuple[tuple[str, Meaning], ...] = (
     ("optimizer.type", "impossible"),
     ("model.transformers_version", "harmless"),
     ("model._name_or_path", "harmless"),
-    ("model.*head*", "impossible"),
+    ("model.*heads", "impossible"),
+    ("model.*n_head", "impossible"),
     ("model.norm", "impossible"),
 )
 CHANGED: Mapping[Meaning, str] = {
