@@ -3,10 +3,10 @@
 Note: what a hook sees.
 Backward starts from the sum over the labels of one micro-batch on one rank.  The step divides by their number later
 (parallel/loss.py).  So a hook sees a multiple of a part of the gradient.  The step is exact if the hook is linear: a
-mask, a factor, a projection.  Clipping by value is not.  The first gradient that is not zero goes through a hook twice,
-as it is and times `SEED`.  With one rank and one micro-batch, `engine.backward(loss)` starts from the user's own
-loss, so any hook is right there.
-Cost: a look at each module and parameter before a step, and one call more of each hook.
+mask, a factor, a projection.  Clipping by value is not.  With the first gradient that is not zero, a hook is called for
+three others as well (numerics/linearity.py).  With one rank and one micro-batch, `engine.backward(loss)` starts from
+the user's own loss, so any hook is right there.
+Cost: a look at each module and parameter before a step, and three calls more of each hook that changes a gradient.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colossal_lite.numerics.linearity import SEED, is_multiple
+from colossal_lite.numerics.linearity import is_linear
 
-LARGEST_HALF = 2.0**14
 LEGAL = (
     "Legal: a hook that is linear in the gradient, such as a mask or a factor. Or engine.backward(loss) on one rank "
     "without gradient_accumulation, which starts from the loss itself"
@@ -53,13 +52,16 @@ class LinearHook:
         owner, given = _split(args)
         before = tree_map(_copy, given)
         result = _changed(self.hook(*owner, *given), given, before)
-        factor = _factor(before)
-        if result is None or factor == 0.0:
-            self.is_known = result is None
+        if result is None:
+            self.is_known = True
             return result
-        scaled = tree_map(lambda x: x * factor if isinstance(x, Tensor) else x, before)
-        again = _changed(self.hook(*owner, *scaled), scaled, tree_map(_copy, scaled))
-        self._check(again if again is not None else scaled[0], result, factor)
+
+        def again(scaled: tuple[Any, ...]) -> Any:
+            kept = tree_map(_copy, scaled)
+            found = _changed(self.hook(*owner, *scaled), scaled, kept)
+            return found if found is not None else kept[0]
+
+        self._check(is_linear(again, before, result))
         return result
 
     def _behind(self, parameter: nn.Parameter) -> None:
@@ -67,7 +69,7 @@ class LinearHook:
         assert parameter.grad is not None
         before = parameter.grad.clone()
         self.hook(parameter)
-        result, factor = parameter.grad, _factor((before,))
+        result = parameter.grad
         if result is None:
             raise ValueError(
                 f"{self.name}: a hook behind the accumulation of its gradient ({_told(self.hook)}) takes the gradient, "
@@ -75,21 +77,26 @@ class LinearHook:
             )
         if torch.equal(result, before):
             self.is_known = True
-        elif factor != 0.0:
-            parameter.grad = before * factor
-            self.hook(parameter)
-            again, parameter.grad = parameter.grad, result
-            self._check(again, result, factor)
+            return
 
-    def _check(self, again: Any, result: Any, factor: float) -> None:
-        """Raises ValueError unless what the hook gave `again` is a multiple of its first `result`."""
-        if not _is_multiple(again, result, factor):
+        def again(scaled: Tensor) -> Tensor | None:
+            parameter.grad = scaled
+            self.hook(parameter)
+            return parameter.grad
+
+        linear = is_linear(again, before, result)
+        parameter.grad = result
+        self._check(linear)
+
+    def _check(self, linear: bool | None) -> None:
+        """Raises ValueError for a hook that is not `linear`. None: it has not been seen yet."""
+        if linear is False:
             raise ValueError(
-                f"{self.name}: a hook on its gradient ({_told(self.hook)}) is not linear, as {factor:g} times the "
-                f"gradient shows. Backward starts from a sum over the labels of a part of the batch. So the hook would "
-                f"see another gradient than in one process. {LEGAL}"
+                f"{self.name}: a hook on its gradient ({_told(self.hook)}) is not linear, as other gradients show. "
+                f"Backward starts from a sum over the labels of a part of the batch. So the hook would see another "
+                f"gradient than in one process. {LEGAL}"
             )
-        self.is_known = True
+        self.is_known = linear is True
 
 
 def _split(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -109,24 +116,6 @@ def _changed(result: Any, given: tuple[Any, ...], before: tuple[Any, ...]) -> An
     if any(isinstance(x, Tensor) and not torch.equal(x, y) for x, y in pairs):
         return given[0]
     return None
-
-
-def _factor(given: tuple[Any, ...]) -> float:
-    """By which the gradients are multiplied; 0 if they are zero or not finite, and say nothing."""
-    tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.numel()]
-    most = max((float(x.detach().abs().amax()) for x in tensors), default=0.0)
-    if not 0.0 < most < float("inf"):
-        return 0.0
-    is_half = any(x.dtype is torch.float16 for x in tensors)
-    factor = SEED
-    while is_half and abs(factor) * most > LARGEST_HALF and factor < -2.0:
-        factor /= 2.0
-    return factor
-
-
-def _is_multiple(again: Any, result: Any, factor: float) -> bool:
-    pairs = zip(tree_leaves(again), tree_leaves(result), strict=True)
-    return all(is_multiple(one, other, factor) for one, other in pairs if isinstance(one, Tensor))
 
 
 def _told(hook: Any) -> str:

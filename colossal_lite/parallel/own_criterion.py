@@ -207,12 +207,18 @@ class OwnCriterion:
 def _check_linear(total: Tensor, whole: Tensor) -> None:
     """Raises ValueError where the gradient of the logits is not linear in what backward starts from."""
 
-    def gradient(seed: float) -> Tensor:
+    def rows(seed: float) -> Tensor:
+        """Of each row the least, the largest, and the sum of sizes. One gradient of the logits is there at a time."""
         start = torch.full_like(total, seed)
         (found,) = torch.autograd.grad(total, whole, start, retain_graph=True, allow_unused=True)
-        return torch.zeros_like(whole) if found is None else found
+        if found is None or not found.numel():
+            return torch.zeros(3)
+        found = found.reshape(-1, found.shape[-1]) if found.dim() else found.reshape(1, 1)
+        return torch.stack((found.amin(-1), found.amax(-1), torch.linalg.vector_norm(found, 1, -1)))
 
-    if not is_multiple(gradient(SEED), gradient(1.0), SEED):
+    one, times = rows(1.0), rows(SEED)
+    turned = torch.stack((times[1], times[0], -times[2]))  # as the factor is negative
+    if not all(is_multiple(found, given, SEED) for found, given in zip(turned, one, strict=True)):
         raise ValueError(
             f"criterion: the gradient of the logits is not linear, as {SEED:g} times the loss shows. Backward starts "
             f"from a sum over the labels of a part of the batch. So the result would be another than in one process. "

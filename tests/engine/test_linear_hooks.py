@@ -86,6 +86,26 @@ def normalise(model: Model) -> None:
     model.inner.weight.register_hook(lambda dw: dw / dw.norm())
 
 
+def keep_largest(model: Model) -> None:
+    model.inner.weight.register_hook(lambda dw: dw * (dw.abs() >= dw.abs().median()))
+
+
+def drop_relatively_small(model: Model) -> None:
+    model.inner.weight.register_hook(lambda dw: dw * (dw.abs() >= 1e-2 * dw.abs().max()))
+
+
+def shrink(model: Model) -> None:
+    model.inner.weight.register_hook(lambda dw: F.softshrink(dw, 1e-5))
+
+
+def shift(model: Model) -> None:
+    model.inner.weight.register_hook(lambda dw: dw + 1e-6)
+
+
+def round_to_16_bits(model: Model) -> None:
+    model.inner.weight.register_hook(lambda dw: dw.bfloat16().to(dw.dtype))
+
+
 def clamp_inputs(model: Model) -> None:
     model.inner.register_full_backward_hook(lambda module, dx, dy: (dx[0].clamp(-LIMIT, LIMIT),))
 
@@ -120,7 +140,9 @@ def take(model: Model) -> None:
 
 
 LINEAR = (mask, centralise, halve_inputs, look_on, look_behind, mask_behind)
-ON_PARAMETERS = (clamp, absolute, normalise)
+ON_PARAMETERS = (
+    clamp, absolute, normalise, keep_largest, drop_relatively_small, shrink, shift, round_to_16_bits,
+)  # fmt: skip
 ON_MODULES = (clamp_inputs, clamp_outputs)
 MODES: dict[str, dict[str, Any]] = {
     "alone": {},
