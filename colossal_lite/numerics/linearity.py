@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 SEED = -(2.0**20)
 """Exact in floating point. Its sign shows absolute values, its size a limit."""
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 """Of a result for a multiple, relative to its largest element: above the rounding of sums."""
 TOLERANCE_16_BIT = 1e-3
 SUM_TOLERANCE = {torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
@@ -29,8 +29,8 @@ def is_multiple(found: Tensor, given: Tensor, factor: float) -> bool:
 def is_linear(apply: Callable[[Any], Any], given: Any, result: Any) -> bool | None:
     """Whether `apply`, which gave `result` for the `given` tensors, is linear; None if they are zero and say nothing.
 
-    It is called three times more: for a multiple, for every other element, and for these plus a multiple of the rest.
-    The elements of that sum are exact."""
+    It is called three times more: for a multiple, for every other element, and for a sum. That is these plus a multiple
+    of the rest, without rounding."""
     factor = _factor(given)
     if factor == 0.0:
         return None
@@ -38,10 +38,18 @@ def is_linear(apply: Callable[[Any], Any], given: Any, result: Any) -> bool | No
     one, both = apply(_scaled(given, 1.0, 0.0)), apply(_scaled(given, 1.0, OTHER_PART))
     for whole, times, part, mixed in zip(*map(tree_leaves, (result, again, one, both)), strict=True):
         if isinstance(whole, Tensor) and not (
-            is_multiple(times, whole, factor) and _adds_up(whole, part, mixed)
+            _has_same_room(whole, times, part, mixed)
+            and is_multiple(times, whole, factor)
+            and _adds_up(whole, part, mixed)
         ):
             return False
     return True
+
+
+def _has_same_room(whole: Tensor, *others: Tensor) -> bool:
+    """Whether the others are finite as the whole is, where it has the room of 32 bits or more."""
+    checks = whole.dtype in TOLERANCE and bool(whole.isfinite().all())
+    return not checks or all(bool(x.isfinite().all()) for x in others)
 
 
 def _adds_up(whole: Tensor, part: Tensor, mixed: Tensor) -> bool:

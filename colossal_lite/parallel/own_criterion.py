@@ -180,12 +180,23 @@ class OwnCriterion:
             return False
         if abs(made - given) <= slack * most:
             return True
+        self._refuse_state(whole, given, slack * most)
         raise ValueError(
             f"criterion: it gives {given:.6g} for {sum(counts):g} labels. Two parts, of {counts[0]:g} and "
             f"{counts[1]:g}, give {found[0]:.6g} and {found[1]:.6g}. These make {made:.6g}. So a batch cut by {cut} "
             f"has another loss. Legal: a mean over all labels that are not -100, or (sum, count) of what parts add "
             f"up to"
         )
+
+    def _refuse_state(self, whole: CriterionResult, given: float, slack: float) -> None:
+        """Raises ValueError if another call, for the same logits, gives another number."""
+        again = self._of_half(whole.logits, whole.labels)
+        if again is not None and abs((found := float(again.total) / float(again.count)) - given) > slack:
+            raise ValueError(
+                f"criterion: it gives {given:.6g}, and then {found:.6g} for the same logits and labels. So it has "
+                f"state that its calls change, and a batch that is cut has other calls. Legal: state that only your "
+                f"loop changes, between steps"
+            )
 
     def _of_half(self, whole: Tensor, labels: Tensor) -> CriterionResult | None:
         """What the criterion gives for some samples; None if it raises there, or draws."""

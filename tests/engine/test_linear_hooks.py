@@ -106,6 +106,10 @@ def round_to_16_bits(model: Model) -> None:
     model.inner.weight.register_hook(lambda dw: dw.bfloat16().to(dw.dtype))
 
 
+def round_to_half(model: Model) -> None:
+    model.inner.weight.register_hook(lambda dw: dw.half().to(dw.dtype))
+
+
 def clamp_inputs(model: Model) -> None:
     model.inner.register_full_backward_hook(lambda module, dx, dy: (dx[0].clamp(-LIMIT, LIMIT),))
 
@@ -142,6 +146,7 @@ def take(model: Model) -> None:
 LINEAR = (mask, centralise, halve_inputs, look_on, look_behind, mask_behind)
 ON_PARAMETERS = (
     clamp, absolute, normalise, keep_largest, drop_relatively_small, shrink, shift, round_to_16_bits,
+    round_to_half,
 )  # fmt: skip
 ON_MODULES = (clamp_inputs, clamp_outputs)
 MODES: dict[str, dict[str, Any]] = {

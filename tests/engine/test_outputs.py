@@ -251,6 +251,19 @@ def test_terms_of_a_loss_that_cancel_are_judged_by_their_size() -> None:
             loss._refuse_other_sums(CriterionResult(logits, labels, total + 0.1 * len(labels), len(labels)))
 
 
+def test_a_criterion_that_counts_its_calls_is_refused_with_the_reason_where_a_batch_is_cut() -> None:
+    calls = list[int]()
+
+    def anneal(logits: Tensor, labels: Tensor) -> Tensor:
+        calls.append(1)
+        return F.cross_entropy(logits, labels) + 0.01 * len(calls) * logits.square().mean()
+
+    with pytest.raises(
+        ValueError, match="for the same logits and labels. So it has state that its calls change"
+    ):
+        vectors_with(anneal, LABELS, gradient_accumulation=2)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_single_sample_is_judged_by_its_tokens(reduction: str) -> None:
     def criterion(logits: Tensor, labels: Tensor) -> Tensor:
