@@ -6,7 +6,8 @@ Backward starts from the sum over the labels of one micro-batch on one rank.  Th
 mask, a factor, a projection.  Clipping by value is not.  With the first gradient that is not zero, a hook is called for
 three others as well (numerics/linearity.py).  With one rank and one micro-batch, `engine.backward(loss)` starts from
 the user's own loss, so any hook is right there.
-Cost: a look at each module and parameter before a step, and three calls more of each hook that changes a gradient.
+Cost: a look at each module and parameter before a step where a hook has come.  Three more calls of each hook that
+changes a gradient.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from colossal_lite.numerics.linearity import is_linear
 
@@ -131,11 +133,15 @@ class LinearHooks:
     alone: bool
     """Whether a backward of the user's own loss has all samples of a step."""
     _watch: _Watch = field(default_factory=_Watch)
+    _looked_at: int = -1
+    """The number of the next hook in the process, at the last look."""
     _places: list[tuple[MutableMapping[int, Any], int, LinearHook]] = field(default_factory=list)
 
     def look(self) -> None:
         """Before a forward: put a watch around each hook that has none. Raises ValueError for a hook behind the
         accumulation of a gradient that comes after the engine's own, and finds none."""
+        if self._looked_at == RemovableHandle.next_id:  # no hook has come, of any tensor
+            return
         for name, parameter in self.parameters.items():
             is_behind = False
             for hook in (parameter._post_accumulate_grad_hooks or {}).values():
@@ -150,6 +156,7 @@ class LinearHooks:
                 if not isinstance(hook, LinearHook) and not _is_ours(hook):
                     hooks[key] = watched = LinearHook(hook, name, self._watch)
                     self._places.append((hooks, key, watched))
+        self._looked_at = RemovableHandle.next_id
 
     def begin(self, *, own_loss: bool) -> None:
         """Before a backward. `own_loss`: of the user's loss as it is."""
@@ -161,6 +168,7 @@ class LinearHooks:
             if hooks.get(key) is watched:
                 hooks[key] = watched.hook
         self._places.clear()
+        self._looked_at = -1
 
     def _hooks(self) -> Iterator[tuple[str, MutableMapping[int, Any]]]:
         for name, parameter in self.parameters.items():
