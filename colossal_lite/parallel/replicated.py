@@ -40,16 +40,14 @@ class Serial:
 
 def serial(module: nn.Module) -> ModeResult:
     """A module as it is: values replicated, gradients partial over the axes that cut the batch and the sequence."""
-    ties = tied_names(module)
     specs = {
-        name: ShardSpec(name, dims_of(p.shape), gradient=TOKENS_CUT, tie=ties.get(name))
-        for name, p in module.named_parameters()
+        name: ShardSpec(name, dims_of(p.shape), gradient=TOKENS_CUT) for name, p in module.named_parameters()
     }
     return Serial(), specs, lambda name, rows: rows, lambda name: Share()
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """First name -> itself, for each parameter that has several names: the name of its tie group."""
+    """First name -> itself, for each parameter that has several names."""
     seen: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

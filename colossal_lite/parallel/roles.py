@@ -44,11 +44,10 @@ SHARES = re.compile(r"[1-9]\d*(\+[1-9]\d*)+")
 
 @dataclass(frozen=True)
 class Role:
-    """What a module is, to a strategy. `tie`: the module whose weight this one shares."""
+    """What a module is, to a strategy."""
 
     name: str
     detail: str = ""
-    tie: str = ""
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -59,14 +58,8 @@ class Role:
 
     @classmethod
     def parse(cls, text: str, pattern: str = "") -> Role:
-        """From a plan's word, such as `colwise:qkv` or `lm_head:tie=token`. Raises ValueError with the legal roles."""
-        name, *rest = text.split(":")
-        detail = tie = ""
-        for word in rest:
-            if word.startswith("tie="):
-                tie = word.removeprefix("tie=")
-            else:
-                detail = word
+        """From a plan's word, such as `colwise:qkv` or `lm_head`. Raises ValueError with the legal roles."""
+        name, _, detail = text.partition(":")
         where = f"plan[{pattern!r}] = {text!r}: "
         if name in NOT_BUILT_ROLES:
             raise ValueError(f"{where}the role {name} is not built yet; legal: {', '.join(ROLES)}")
@@ -77,7 +70,7 @@ class Role:
             legal = ", ".join(f"{name}:{word}" for word in DETAILS.get(name, ())) or name
             legal += ", or a proportion such as colwise:4+1+1" if name == "colwise" else ""
             raise ValueError(f"{where}{name} has no form {detail!r}; legal: {legal}")
-        return cls(name, detail, tie)
+        return cls(name, detail)
 
 
 def match_name(pattern: str, name: str) -> bool:

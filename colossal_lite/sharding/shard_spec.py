@@ -72,13 +72,12 @@ class ShardPiece:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Shape, factors, placement of value and gradient, and tie group of one parameter."""
+    """Shape, factors, and placement of value and gradient, of one parameter."""
 
     name: str
     dims: tuple[Dim, ...]
     value: Placements = ()
     gradient: Placements = ()
-    tie: str | None = None
 
     def __post_init__(self) -> None:
         names = {factor.name for dim in self.dims for block in dim for factor in block}

@@ -18,16 +18,16 @@ from colossal_lite.parallel.roles import (
 
 OLD = {
     "a.qkv": "first:qkv",
-    "a.kv": "first:kv:tie=token",
+    "a.kv": "first:kv",
     "a.out": "second",
-    "head": "lm_head:tie=token",
+    "head": "lm_head",
     "norm": "norm",
 }
 NEW = {
     "a.qkv": "colwise:qkv",
-    "a.kv": "colwise:kv:tie=token",
+    "a.kv": "colwise:kv",
     "a.out": "rowwise",
-    "head": "lm_head:tie=token",
+    "head": "lm_head",
     "norm": "norm",
 }
 
@@ -41,7 +41,15 @@ def test_old_roles_are_translated_with_one_warning() -> None:
         assert f"{old!r} is now {new!r}" in str(warning.message)
     assert warning.filename.endswith(("test_roles.py", "python.py"))  # the line of the caller's caller
     roles = assign_roles(found, NEW, NEW)
-    assert roles["a.kv"] == Role("colwise", "kv", "token")
+    assert roles["a.kv"] == Role("colwise", "kv")
+
+
+@pytest.mark.parametrize("word", ["lm_head:tie=token", "colwise:kv:tie=token", "norm:x"])
+def test_a_form_that_no_layer_reads_is_refused_with_legal_ones(word: str) -> None:
+    with pytest.raises(ValueError, match=rf"plan\['head'\] = '{word}': .* has no form") as caught:
+        Role.parse(word, "head")
+    for legal in str(caught.value).partition("legal: ")[2].partition(", or")[0].split(", "):
+        assert Role.parse(legal).name == word.split(":")[0]
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_ROLES.items())
