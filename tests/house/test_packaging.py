@@ -347,6 +347,7 @@ UNTYPED = "# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-call
 """A reader's own modules carry no types."""
 
 
+@pytest.mark.timeout(300)  # mypy reads all of torch if its cache is empty; a slow machine is no fault
 def test_a_project_outside_the_tree_sees_types_and_the_pages_have_no_error(
     editable: Installed, pytestconfig: pytest.Config
 ) -> None:
