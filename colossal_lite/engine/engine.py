@@ -130,10 +130,8 @@ class Engine:
         self._open = OpenStep(LossScale.of(config.precision), context.device)
         self._callbacks: list[Callable[[StepResult], None]] = []
         self._reads_weights = False  # whether one of them may
-        self._skips = SkippedSteps(
-            config.optimizer.max_skipped_steps, config.zero.stage > 0 or config.memory.placement != "device",
-            self._open.loss_scale.fixed,
-        )  # fmt: skip
+        hides = config.zero.stage > 0 or config.memory.placement != "device"
+        self._skips = SkippedSteps(config.optimizer.max_skipped_steps, hides, self._open.loss_scale.fixed)
         self._loop = UserLoop(parts, self._open, self._micro_batches, self._comparison)
         self._reports = EngineReports(parts, self._runtime, self._open, forecast_batch)
         self._state = EngineState(parts, self._open)

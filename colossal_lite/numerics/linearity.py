@@ -38,7 +38,8 @@ def is_linear(apply: Callable[[Any], Any], given: Any, result: Any) -> bool | No
     one, both = apply(_scaled(given, 1.0, 0.0)), apply(_scaled(given, 1.0, OTHER_PART))
     for whole, times, part, mixed in zip(*map(tree_leaves, (result, again, one, both)), strict=True):
         if isinstance(whole, Tensor) and not (
-            _has_same_room(whole, times, part, mixed)
+            all(isinstance(x, Tensor) for x in (times, part, mixed))
+            and _has_same_room(whole, times, part, mixed)
             and is_multiple(times, whole, factor)
             and _adds_up(whole, part, mixed)
         ):

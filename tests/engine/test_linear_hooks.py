@@ -143,6 +143,14 @@ def take(model: Model) -> None:
     model.inner.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
 
 
+def take_if_large(model: Model) -> None:
+    def change(weight: Tensor) -> None:
+        assert weight.grad is not None
+        weight.grad = None if float(weight.grad.abs().max()) > 1e3 else 2.0 * weight.grad
+
+    model.inner.weight.register_post_accumulate_grad_hook(change)
+
+
 LINEAR = (mask, centralise, halve_inputs, look_on, look_behind, mask_behind)
 ON_PARAMETERS = (
     clamp, absolute, normalise, keep_largest, drop_relatively_small, shrink, shift, round_to_16_bits,
@@ -271,6 +279,7 @@ def test_on_two_ranks_it_is_refused_there_too() -> None:
     ("change", "late", "says"),
     [
         (clamp_behind, False, "is not linear"),
+        (take_if_large, False, "is not linear"),
         (take, False, "takes the gradient"),
         (look_behind, True, "finds none"),
         (mask_behind, True, "finds none"),
