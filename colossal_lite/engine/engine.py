@@ -57,7 +57,6 @@ from colossal_lite.memory.packing import stages_of
 from colossal_lite.memory.pinned import give_back_freed
 from colossal_lite.numerics.lr_schedules import learning_rate_factor
 from colossal_lite.numerics.precision import LossScale
-from colossal_lite.numerics.random import CountedOnly
 from colossal_lite.numerics.torch_modes import naming_transforms
 from colossal_lite.observe.memory_timeline import MemoryTimeline
 from colossal_lite.observe.schedule_report import ScheduleReport
@@ -119,7 +118,6 @@ class Engine:
         )  # fmt: skip
         self._plans = StepPlans(config, mesh.layout, built.stages, built.all_packed)
         self._runtime = Runtime(mesh.axis("pipeline"), built.stages.placement, context.device, mesh.progress)
-        self._randomness = CountedOnly(context.device)
         self._loss = parts.loss(criterion)
         guard = OwnForward.of(built.model, mesh)
         self._running = nullcontext if guard is None else guard.running
@@ -236,7 +234,7 @@ class Engine:
         self._open.number += 1
         if self._is_first_step and self.context.device.type == "cpu":
             give_back_freed()  # memory that lies between what the first step has allocated for good
-        self._is_first_step = False
+        self._is_first_step = self._parts.randomness.looks = False
         self.mesh.progress.phase, self.mesh.progress.step = "between steps", self.steps
         rate = self._optimizer.peak_lr * factor
         result = StepResult(self.steps, totals.mean_loss, totals.grad_norm, tokens, skipped, rate)
@@ -288,7 +286,7 @@ class Engine:
         inputs = first_input(args, kwargs)
         self._open.own_samples += inputs.shape[0] * torch.is_grad_enabled()
         self._forecast([inputs] * self.context.config.gradient_accumulation)
-        drawn, watched = self._randomness.held(self.model.training), self._comparison.forward(local)
+        drawn, watched = self._parts.randomness.forward(self.model.training), self._comparison.forward(local)
         with self._parts.measured(), self._weights.forward(), drawn, self._streams.forward(), watched:
             with naming_transforms(), self._running():
                 outputs = self.model(*local.args, **local.kwargs)
@@ -573,7 +571,7 @@ class Engine:
         is_part, tokens = local.positions is not None, local.tokens
         self._streams.begin(self.steps, local.samples, local.token_positions, is_part=is_part, tokens=tokens)
         heard = self._auxiliary.heard(sums.auxiliary, len(local.samples))
-        drawn, watched = self._randomness.held(self.model.training), self._comparison.forward(local)
+        drawn, watched = self._parts.randomness.forward(self.model.training), self._comparison.forward(local)
         seed = self._seed(part)
         told = self._loss.told(local, seed)
         with (

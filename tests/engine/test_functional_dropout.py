@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -220,7 +221,29 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
         "Legal: a call in the forward of a module.*and activation_checkpoint",
     ),
     "reentrant checkpoint": ("draws", 1, {}, "dropout outside the forward.*legal: activation_checkpoint"),
-    "its own generator": ("noise", 1, {}, "torch's own generator"),
+    "its own generator": ("noise", 1, {}, "its forward draws from torch's own generator"),
+    "its own generator in the second stage of a rank": (
+        "late noise",
+        1,
+        dict(
+            parallel=dict(pipeline=dict(size=1, stages_per_rank=2, schedule="bfs")), gradient_accumulation=2
+        ),
+        "its forward draws from torch's own generator",
+    ),
+    "a gradient's hook": ("noise of a hook", 1, {}, "its backward draws from torch's own generator"),
+    "a gradient's hook in a pipeline": (
+        "noise of a hook",
+        2,
+        dict(parallel=dict(pipeline=2), gradient_accumulation=2),
+        "its backward draws from torch's own generator",
+    ),
+    "a gradient's hook where weight gradients come later": (
+        "noise of a hook",
+        2,
+        dict(parallel=dict(pipeline=dict(size=2, schedule="zb-h1")), gradient_accumulation=2),
+        "its backward draws from torch's own generator",
+    ),
+    "a Function's backward": ("noise of a Function", 2, {}, "its backward draws from Python's random"),
     "compiled": ("gpt2", 1, dict(compile="block"), "compile='block' compiles"),
 }
 
@@ -230,8 +253,39 @@ class Noise(nn.Module):
         return x + torch.rand_like(x)
 
 
+class NoiseOfAHook(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1.0
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient + torch.rand_like(gradient))
+        return y
+
+
+class _Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * random.choice([0.5, 1.5])
+
+
+class NoiseOfAFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Noisy.apply(x)  # type: ignore[no-untyped-call]
+        return y
+
+
+def around(*inner: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Embedding(VOCABULARY, 16), *inner, nn.Linear(16, VOCABULARY))
+
+
 MODELS |= {
-    "noise": lambda how: nn.Sequential(nn.Embedding(VOCABULARY, 16), Noise(), nn.Linear(16, VOCABULARY))
+    "noise": lambda how: around(Noise()),
+    "late noise": lambda how: around(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), Noise()),
+    "noise of a hook": lambda how: around(NoiseOfAHook()),
+    "noise of a Function": lambda how: around(NoiseOfAFunction()),
 }
 
 
@@ -241,6 +295,34 @@ def test_what_cannot_draw_from_counters_is_refused_by_name(what: str) -> None:
     run = traced_only if what == "compiled" else losses
     with pytest.raises(WorldError, match=words):
         run_world(run, ranks, model, "eager" if model == "gpt2" else what, config, timeout_s=180)
+
+
+@pytest.mark.parametrize("inner", [Noise, NoiseOfAHook, NoiseOfAFunction])
+def test_a_model_that_draws_is_refused_as_often_as_it_is_tried_and_in_a_loop_of_the_users_own(
+    inner: type[nn.Module],
+) -> None:
+    with cl.launch(dict(precision="fp32")) as context:
+        engine = cl.initialize(around(inner()), context=context)
+        ids, labels = batch(0)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="draws from"):
+                engine.train_step((ids, labels))
+            engine.zero_grad()
+        with pytest.raises(ValueError, match="draws from"):
+            engine.backward(engine(ids).square().mean())
+
+
+def test_draws_between_steps_and_draws_that_are_taken_back_are_let_be() -> None:
+    class Forks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.random.fork_rng([]):
+                return x + 0.0 * torch.rand(1)
+
+    with cl.launch(dict(precision="fp32")) as context:
+        engine = cl.initialize(around(Forks()), context=context)
+        for i in range(2):
+            torch.rand(1), random.random()
+            engine.train_step(batch(i))
 
 
 def traced_only(env: RankEnv, model: str, how: str, config: dict[str, Any]) -> list[float]:
