@@ -96,7 +96,7 @@ class Engine:
         config, mesh, done = context.config, context.mesh, built.parallelized
         parts = assemble(built, context, optimizer)
         self.model, self.context, self.mesh = built.model, context, mesh
-        self.is_closed, self._is_first_step = False, True
+        self.is_closed = False
         self._parts, self._parallelized, self._stages = parts, done, built.stages
         self._streams, self._auxiliary = built.streams, done.auxiliary
         self._chunks, self._packed = built.chunks, built.packed
@@ -232,9 +232,9 @@ class Engine:
         else:
             self._weights.update(deferred)
         self._open.number += 1
-        if self._is_first_step and self.context.device.type == "cpu":
+        if self._parts.first_step.is_open and self.context.device.type == "cpu":
             give_back_freed()  # memory that lies between what the first step has allocated for good
-        self._is_first_step = self._parts.randomness.looks = False
+        self._parts.first_step.is_open = False
         self.mesh.progress.phase, self.mesh.progress.step = "between steps", self.steps
         rate = self._optimizer.peak_lr * factor
         result = StepResult(self.steps, totals.mean_loss, totals.grad_norm, tokens, skipped, rate)
@@ -286,8 +286,8 @@ class Engine:
         inputs = first_input(args, kwargs)
         self._open.own_samples += inputs.shape[0] * torch.is_grad_enabled()
         self._forecast([inputs] * self.context.config.gradient_accumulation)
-        drawn, watched = self._parts.randomness.forward(self.model.training), self._comparison.forward(local)
-        with self._parts.measured(), self._weights.forward(), drawn, self._streams.forward(), watched:
+        first, watched = self._parts.first_step.forward(None), self._comparison.forward(local)
+        with self._parts.measured(), self._weights.forward(), first, self._streams.forward(), watched:
             with naming_transforms(), self._running():
                 outputs = self.model(*local.args, **local.kwargs)
         return self._loop.whole_outputs(outputs)
@@ -571,12 +571,12 @@ class Engine:
         is_part, tokens = local.positions is not None, local.tokens
         self._streams.begin(self.steps, local.samples, local.token_positions, is_part=is_part, tokens=tokens)
         heard = self._auxiliary.heard(sums.auxiliary, len(local.samples))
-        drawn, watched = self._parts.randomness.forward(self.model.training), self._comparison.forward(local)
+        first, watched = self._parts.first_step.forward(stage), self._comparison.forward(local)
         seed = self._seed(part)
         told = self._loss.told(local, seed)
         with (
             self._weights.forward(stage),
-            drawn,
+            first,
             self._streams.forward(),
             heard,
             watched,

@@ -16,6 +16,7 @@ from torch import nn
 
 from colossal_lite.config.config import Config
 from colossal_lite.engine.context import Context
+from colossal_lite.engine.first_step import FirstStep
 from colossal_lite.engine.linear_hooks import LinearHooks
 from colossal_lite.engine.memory_report import Metering
 from colossal_lite.engine.model_structure import OwnState
@@ -26,7 +27,7 @@ from colossal_lite.memory.frozen_chunk import FrozenChunk
 from colossal_lite.memory.packing import ChunkSpec, trains
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
-from colossal_lite.numerics.random import CountedOnly, DropoutStreams
+from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.dropout_rows import unbind_dropout
 from colossal_lite.parallel.fused_head import free_head
@@ -143,8 +144,7 @@ class EngineParts:
     choice: UpdateChoice | None
     """What has chosen the mix of updates; None for the user's own optimizer."""
     linear_hooks: LinearHooks
-    randomness: CountedOnly
-    """Checks that the first step draws from counters alone."""
+    first_step: FirstStep
 
     @property
     def config(self) -> Config:
@@ -187,7 +187,7 @@ class EngineParts:
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """Context of a backward: weights are gathered. A dropout outside a block's recomputation raises an error."""
-        with self.weights.backward(), self.built.streams.functional(None), self.randomness.backward():
+        with self.weights.backward(), self.built.streams.functional(None), self.first_step.backward():
             yield
 
     def detach(self) -> None:
@@ -236,7 +236,7 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
     linear_hooks = LinearHooks(model, parameters, is_whole and config.parallel.tensor.sample_parts == 1)
     return EngineParts(
         built, context, parameters, apart, hooks, weights, weight_grads, optimizer, memory_budget, metering, updates,
-        choice, linear_hooks, CountedOnly(context.device),
+        choice, linear_hooks, FirstStep(model, config, context.device),
     )  # fmt: skip
 
 

@@ -231,12 +231,18 @@ class WeightChunk:
         """Whether a parameter that is changed in place stays changed: it is then the value that is updated."""
         return not self.is_sharded
 
-    def lost_change(self) -> str | None:
-        """The name of a parameter that others have given other data. Or that they have changed in place, where the next
-        gather or update undoes it."""
+    def replaced(self) -> str | None:
+        """The name of a parameter that others have given other data (`p.data = ...`)."""
         for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
             if storage_of(parameter) != self._storage:
                 return entry.name
+        return None
+
+    def lost_change(self) -> str | None:
+        """The name of a parameter that was replaced. Or that others have changed in place, where the next gather or
+        update undoes it."""
+        if name := self.replaced():
+            return name
         if self.takes_changes and self.weights is WeightState.WHOLE:
             return None
         changed = zip(self.spec.entries, self._parameters, self._versions, strict=True)

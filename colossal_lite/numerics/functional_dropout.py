@@ -7,7 +7,7 @@ A stream is named by the module whose forward makes the call, and by the call's 
 the call stack when a mask is drawn.  Hooks on every module would slow every call.
 
 Attention with dropout is computed unfused, with its matrix of weights [.., queries, keys].  No fused kernel of torch
-takes a mask.  The mode does not see a forward in compiled blocks: `CountedOnly` (random.py) refuses numbers drawn
+takes a mask.  The mode does not see a forward in compiled blocks: `FirstStep` (engine/) refuses numbers drawn
 there.
 """
 

@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossal_lite.kernels import TORCH, Ops
 from colossal_lite.kernels.philox import Rows, inverse_erf
-from colossal_lite.numerics.generators import drawn_between, states
 
 aten = torch.ops.aten
 
@@ -137,42 +136,6 @@ class DropoutStreams:
         return Rows(
             key(self._seed, name, call), self._step, self._sample, position, whole=whole, tokens=self._tokens
         )
-
-
-class CountedOnly:
-    """Checks that the first step draws only from the streams above. Numbers of global generators would differ between
-    meshes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._devices = [device] if device.type == "cuda" else []
-        self.looks = True
-        """Whether the first step is still to come, or under way."""
-
-    @contextmanager
-    def forward(self, trains: bool) -> Iterator[None]:
-        """Context of a forward. Raises ValueError if it has drawn from another generator."""
-        before = states(self._devices) if self.looks and trains else {}
-        yield
-        if before and (name := drawn_between(before, states(self._devices))):
-            raise ValueError(
-                f"model: its forward draws from {name}, so its numbers would depend on the number of "
-                "ranks. (torch.rand, bernoulli, dropout in an RNN, or a functional dropout in blocks that "
-                "compile='block' compiles do so). Legal: nn.Dropout, torch.nn.functional.dropout, "
-                "scaled_dot_product_attention with dropout_p, or a probability of 0. Or draw numbers before, and give "
-                "them to forward: engine(x, noise)"
-            )
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Context of a backward. Raises ValueError as `forward` does."""
-        before = states(self._devices) if self.looks else {}
-        yield
-        if before and (name := drawn_between(before, states(self._devices))):
-            raise ValueError(
-                f"model: its backward draws from {name}, so its numbers would depend on the number of ranks. (Noise of "
-                "a hook on a gradient, or of the backward of an autograd.Function, does so.) Legal: draw numbers "
-                "before, and give them to forward, which saves them for backward: engine(x, noise)"
-            )
 
 
 # ---- recording initialisers on meta, replaying them on shards ----

@@ -54,6 +54,8 @@ class ForwardGates:
         self._frozen_in = {storage_of(p): n for n, p in parameters.items() if not p.requires_grad}
         names = {id(parameter): name for name, parameter in parameters.items()}
         chunk_of: dict[str, WeightChunk] = {e.name: c for c in (*chunks, *frozen) for e in c.spec.entries}
+        hidden = {name for name, chunk in chunk_of.items() if chunk.is_sharded}
+        self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad and n not in hidden}
         self._handles: list[Any] = []
         for owner in module.modules():
             own = [names[id(p)] for p in owner.parameters(recurse=False)]
@@ -92,8 +94,12 @@ class ForwardGates:
             if not chunk.is_sharded:  # a gather for a later stage stays hidden until then
                 chunk.finish_gather()
         self._asked.clear()
+        places = [storage_of(p) for p in self._frozen.values()]
         with OutsideReads(self._all.values(), partial(self._note_read, stage), self._note_write) as watch:
             yield
+        for (name, parameter), place in zip(self._frozen.items(), places, strict=True):
+            if storage_of(parameter) != place:  # p.data = ..., which no operation shows
+                self._refuse_write(name)
         if watch.has_seen:  # else this rank has no samples
             self._was_seen.add(key)
 
@@ -108,7 +114,11 @@ class ForwardGates:
 
     def _note_write(self, changed: Tensor) -> None:
         """An operation has changed this tensor. Raises ValueError for a frozen parameter."""
-        if self.refuses_writes and (name := self._frozen_in.get(storage_of(changed))) is not None:
+        if (name := self._frozen_in.get(storage_of(changed))) is not None:
+            self._refuse_write(name)
+
+    def _refuse_write(self, name: str) -> None:
+        if self.refuses_writes:
             raise ValueError(
                 f"model: its forward changes {name}, a parameter that does not train. Each rank and each micro-batch "
                 f"would change its own; legal: a buffer (register_buffer), which is compared between ranks"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -130,10 +130,7 @@ class ShardedWeights(ForwardGates):
             chunk = self._all[index]
             # One that is being gathered changes in any collective, which moves all of them on.
             if chunk.weights is WeightState.WHOLE and chunk.saved(changed) is not None:
-                raise ValueError(
-                    f"model: its forward changes one of {chunk.spec.few_names}, ... in place. Here weights are copies, "
-                    f"which are dropped after use; legal: a buffer (register_buffer), or zero.stage=2 without offload"
-                )
+                _refuse_change(f"one of {chunk.spec.few_names}, ...")
         super()._note_write(changed)
 
     def _refuse_read(self, chunk: WeightChunk) -> None:
@@ -212,6 +209,8 @@ class ShardedWeights(ForwardGates):
             self._has_part.add(index)
 
     def _drop(self, index: int) -> None:
+        if name := self._all[index].replaced():
+            _refuse_change(name)
         self._all[index].reshard()
         del self._resident[index]
 
@@ -230,3 +229,10 @@ class ShardedWeights(ForwardGates):
             raise ValueError(
                 "model.state_dict(): at zero.stage=3 this rank has a shard of each weight; use engine.full_state_dict()"
             )
+
+
+def _refuse_change(what: str) -> NoReturn:
+    raise ValueError(
+        f"model: its forward changes {what} in place. Here weights are copies, which are dropped "
+        f"after use; legal: a buffer (register_buffer), or zero.stage=2 without offload"
+    )

@@ -322,7 +322,7 @@ def test_draws_between_steps_and_draws_that_are_taken_back_are_let_be() -> None:
         engine = cl.initialize(around(Forks()), context=context)
         for i in range(2):
             torch.rand(1), random.random()
-            engine.train_step(batch(i))
+            assert engine.train_step(batch(i)).loss.isfinite()
 
 
 def traced_only(env: RankEnv, model: str, how: str, config: dict[str, Any]) -> list[float]:

@@ -61,6 +61,8 @@ class Reads(nn.Module):
                 torch._foreach_add_([self.count.data], 1)
             elif self.way == "written as out":
                 torch.add(self.count.data, 1, out=self.count.data)
+            elif self.way == "written anew":
+                self.count.data = self.count.data + 1
             else:
                 self.count.data += 1
             x = x * self.count
@@ -273,7 +275,7 @@ def told_of_parallel(env: RankEnv, way: str, more: dict[str, Any]) -> str:
         (dict(zero=dict(stage=3)), 2),
     ],
 )
-@pytest.mark.parametrize("way", ["written", "written in a list", "written as out"])
+@pytest.mark.parametrize("way", ["written", "written in a list", "written as out", "written anew"])
 def test_a_forward_that_changes_a_frozen_parameter_is_refused_where_several_would(
     way: str, more: dict[str, Any], world: int
 ) -> None:
