@@ -189,6 +189,7 @@ class Engine:
             self._comparison.delivered()
             self._auxiliary.check_count(totals.weight)
         self._settle()
+        self._hooks.hold()
         return totals.mean_loss
 
     @noting_faults
@@ -201,6 +202,7 @@ class Engine:
 
         If a rank has received a stop signal, raises `Stopped` after the callbacks, on every rank. The state is saved
         first, in the directory of `save_on_stop`, or where this engine last saved or resumed."""
+        self._hooks.release()
         if self._open.totals is None:
             self._finish_user_step()
         totals = self._open.totals

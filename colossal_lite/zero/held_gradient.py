@@ -1,0 +1,48 @@
+"""Stands as `p.grad` between a backward and the step, where the gradient itself is the engine's.
+
+Note: why not None.
+Gradients are in chunks, perhaps in part and not yet summed over the ranks.  With None, `clip_grad_norm_`, an optimizer
+of the user's own and code that changes `p.grad` would do nothing, in silence.  Each operation on a `HeldGradient` is
+refused by name, also those of torch's C++.  Its shape, dtype and device may be read.  It has no memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class HeldGradient(Tensor):
+    """The place of one parameter's gradient, of its shape, dtype and device."""
+
+    parameter: str
+    """Its name."""
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, parameter: nn.Parameter, name: str) -> HeldGradient:
+        held: HeldGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device, storage_size=0
+        )
+        held.parameter = name
+        return held
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"HeldGradient({self.parameter})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = next((x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)), None)
+        name = "p" if found is None else found.parameter
+        raise ValueError(
+            f"{name}.grad: {func._schema.name} of it would have no effect. Between backward and step the gradient is "
+            f"the engine's, in parts, not yet summed over ranks. {LEGAL}"
+        )
+
+
+LEGAL = (
+    "Legal: clip_grad_norm of the config; engine.full_gradients(), which gives whole ones; a hook (p.register_hook); "
+    "engine.zero_grad(); engine.backward(loss) for a further loss; engine.step() in the place of an optimizer's"
+)
