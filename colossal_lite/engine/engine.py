@@ -327,7 +327,9 @@ class Engine:
             and self._open.by_count is not None
             and not self._updates.within_backward
         ):
+            self._hooks.release()
             self._finish_user_step()
+            self._hooks.hold()
         return self._state.full_gradients()
 
     def full_state_dict(self) -> dict[str, Tensor]:

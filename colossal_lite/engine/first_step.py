@@ -98,7 +98,8 @@ class FirstStep:
     def _refuse_count(self, name: str, why: str) -> None:
         raise ValueError(
             f"model: its forward changes {name}, a number, and {why} in a step, where one process changes it once. "
-            f"Legal: without that setting, or a number that the training loop sets between steps"
+            f"Legal: without that setting; a number that the training loop sets between steps; a list or dict that "
+            f"holds it, if only a log reads it"
         )
 
 

@@ -47,6 +47,7 @@ class ForwardGates:
         """Stage -> the last place of a chunk that is read before its gate."""
         self._was_seen: set[tuple[int, bool]] = set()  # stages that were watched, with gradients or without
         self._asked: set[int] = set()  # chunks that gates have asked for in this forward
+        self._is_watched = False  # whether such a forward runs
         self.reading: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context in which the model's own `state_dict()` may be called, whatever part this rank has."""
         self.refuses_writes = False
@@ -94,12 +95,14 @@ class ForwardGates:
             if not chunk.is_sharded:  # a gather for a later stage stays hidden until then
                 chunk.finish_gather()
         self._asked.clear()
-        places = [storage_of(p) for p in self._frozen.values()]
-        with OutsideReads(self._all.values(), partial(self._note_read, stage), self._note_write) as watch:
-            yield
-        for (name, parameter), place in zip(self._frozen.items(), places, strict=True):
-            if storage_of(parameter) != place:  # p.data = ..., which no operation shows
-                self._refuse_write(name)
+        places = {name: storage_of(p) for name, p in self._frozen.items()}
+        self._is_watched = True
+        try:
+            with OutsideReads(self._all.values(), partial(self._note_read, stage), self._note_write) as watch:
+                yield
+        finally:
+            self._is_watched = False
+        self._refuse_replaced(places)
         if watch.has_seen:  # else this rank has no samples
             self._was_seen.add(key)
 
@@ -116,6 +119,13 @@ class ForwardGates:
         """An operation has changed this tensor. Raises ValueError for a frozen parameter."""
         if (name := self._frozen_in.get(storage_of(changed))) is not None:
             self._refuse_write(name)
+
+    def _refuse_replaced(self, places: Mapping[str, int]) -> None:
+        """A watched forward is over. Raises ValueError for parameters that have other data (`p.data = ...`), which no
+        operation shows. `places`: storages of frozen ones before."""
+        for name, place in places.items():
+            if storage_of(self._frozen[name]) != place:
+                self._refuse_write(name)
 
     def _refuse_write(self, name: str) -> None:
         if self.refuses_writes:

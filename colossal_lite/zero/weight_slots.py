@@ -133,6 +133,12 @@ class ShardedWeights(ForwardGates):
                 _refuse_change(f"one of {chunk.spec.few_names}, ...")
         super()._note_write(changed)
 
+    def _refuse_replaced(self, places: Mapping[str, int]) -> None:
+        for index in self._resident:
+            if name := self._all[index].replaced():
+                _refuse_change(name)
+        super()._refuse_replaced(places)
+
     def _refuse_read(self, chunk: WeightChunk) -> None:
         """An operation reads weights of a chunk that is not gathered. Raises ValueError."""
         raise ValueError(
@@ -209,7 +215,7 @@ class ShardedWeights(ForwardGates):
             self._has_part.add(index)
 
     def _drop(self, index: int) -> None:
-        if name := self._all[index].replaced():
+        if self._is_watched and (name := self._all[index].replaced()):
             _refuse_change(name)
         self._all[index].reshard()
         del self._resident[index]

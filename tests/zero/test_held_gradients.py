@@ -97,6 +97,9 @@ def tried(env: RankEnv, mode: str, own_loop: bool) -> tuple[dict[str, str], list
                     use(parameters)
                 except ValueError as error:
                     said[name] = str(error)
+            if step == 1:
+                engine.full_gradients()
+                assert all(p.grad is not None for p in parameters)
             losses.append(float(engine.step().loss))
             assert all(p.grad is None for p in engine.model.parameters())
         engine.close()
