@@ -1,10 +1,10 @@
 """Watches the first step for what a model does beside its tensors: random draws, and numbers that it counts with.
 
 Note: what depends on how often a forward runs.
-A number drawn from a global generator depends on the number of ranks.  And a module may keep a number as an attribute
-of Python and change it in each forward: a count of calls, an annealed temperature.  One process changes it once a step,
-micro-batches and a recomputation more often.  A number counts if two forwards in turn add the same to it, or multiply
-it by the same.  Others may change, such as a mean for a log.
+A number drawn from a global generator depends on the number of ranks.  A module may also count: it keeps a number as an
+attribute and changes it in each forward, such as a temperature.  One process changes it once a step, micro-batches and
+a recomputation more often.  A number counts if two forwards in turn add the same to it, or multiply it by the same.
+Others may change, such as a mean for a log.
 Cost: in the first step alone, a look at the generators and attributes around each forward and backward.
 """
 
@@ -98,8 +98,8 @@ class FirstStep:
     def _refuse_count(self, name: str, why: str) -> None:
         raise ValueError(
             f"model: its forward changes {name}, a number, and {why} in a step, where one process changes it once. "
-            f"Legal: without that setting; a number that the training loop sets between steps; a list or dict that "
-            f"holds it, if only a log reads it"
+            f"Legal: without that setting; or a number that the training loop sets between steps. A list or dict may "
+            f"hold it, if only a log reads it"
         )
 
 

@@ -36,7 +36,7 @@ class ForwardGates:
         self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk],
         frozen: Sequence[WeightChunk] = (),
     ) -> None:  # fmt: skip
-        """`parameters`: those of `module` by the names that the chunks have for them; `frozen`: the chunks that never
+        """`parameters`: those of `module` by the names that the chunks have for them. `frozen`: the chunks that never
         change, where they need gates."""
         self._module, self._chunks = module, tuple(chunks)
         self._all: dict[int, WeightChunk] = {chunk.spec.id: chunk for chunk in (*chunks, *frozen)}
@@ -68,7 +68,7 @@ class ForwardGates:
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ValueError(
-            "copy.deepcopy of a model that an engine trains: its weights and hooks are the engine's; legal: a copy "
+            "copy.deepcopy of a model that an engine trains: its weights and hooks are the engine's. Legal: a copy "
             "made before cl.initialize, which loads engine.full_state_dict()"
         )
 

@@ -4,8 +4,8 @@ Note: the order of reductions.
 A hook on every trainable parameter copies its finished gradient to its chunk and frees autograd's own tensor.  A tied
 parameter arrives once, with the sum of its uses.  Complete chunks are reduced at once, asynchronously, so communication
 overlaps the rest of backward.  That is in the last micro-batch of a step, or in each if gradients are reduced by
-micro-batch.  Chunks are launched strictly in reverse forward order: ranks may use different parameters, but the order
-of collectives must be the same.  `reduce` launches the remaining chunks, with zeros for absent gradients, and waits.
+micro-batch.  Chunks are launched strictly in reverse forward order.  For ranks may use different parameters, but the
+order of collectives must be the same.  `reduce` launches the remaining chunks, with zeros for absent gradients.
 Where weights are gathered in backward too, `limit` says how many chunks may launch.  So gathers and reductions have one
 order on all ranks.  At most `IN_FLIGHT` reductions that need slots run at once, and none where no other rank sums.
 After a backward that raised, `give_up` makes the remaining reductions, so that all ranks have made the same ones.
@@ -305,9 +305,9 @@ def nothing(chunk: Chunk) -> None:
 
 
 class StageHooks:
-    """The hooks of the pipeline stages on this rank: chunks of each stage by themselves, and apart from them those
-    that several stages use. These are complete only when the last stage ends its step, and are
-    always summed then. Chunks are named by their numbers."""
+    """The hooks of the pipeline stages on this rank. Chunks of each stage are by themselves, and so are those that
+    several stages use. These are complete only when the last stage ends its step, and are always summed then. Chunks
+    are named by their numbers."""
 
     def __init__(self, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter]) -> None:
         groups: dict[tuple[int, ...], list[Chunk]] = {}

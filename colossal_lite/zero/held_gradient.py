@@ -43,6 +43,6 @@ class HeldGradient(Tensor):
 
 
 LEGAL = (
-    "Legal: clip_grad_norm of the config; engine.full_gradients(), which gives whole ones; a hook (p.register_hook); "
-    "engine.zero_grad(); engine.backward(loss) for a further loss; engine.step() in the place of an optimizer's"
+    "Legal: clip_grad_norm of the config, engine.full_gradients() for whole ones, or a hook (p.register_hook). Or "
+    "engine.zero_grad(), engine.backward(loss) for a further loss, engine.step() in the place of an optimizer's"
 )
