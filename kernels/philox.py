@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -30,6 +30,8 @@ from .launch import TritonOp, architecture, jit, launch, signed32, tile, tl
 
 Key = tuple[int, int]
 """Two 32-bit words."""
+SampleDim = Literal["first", "second", "none"]
+"""Where a tensor has the samples of a batch."""
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -89,6 +91,7 @@ class Rows:
     is a part of them.  part [T''] int64: those of this rank.  A tensor with as many tokens is cut.  width: features of
     the local part.  heads: first and number of the local heads.
     tokens: of the whole sequence; those behind are padding.  None: there is none.
+    samples: where the tensor has them, if it is known; "first" leaves it to the shape.
     """
 
     key: Key
@@ -101,6 +104,7 @@ class Rows:
     heads: tuple[int, int] | None = None
     tokens: int | None = None
     part: Tensor | None = None
+    samples: SampleDim = "first"
 
     def fitted(self, op: str, shape: torch.Size) -> tuple[Rows, tuple[int, int, int], bool]:
         """The rows of an x of any shape, its shape as [samples, units, features], and whether units come first.
@@ -109,11 +113,17 @@ class Rows:
         are tokens where there are as many, else heads, channels or whatever follows the samples.
         Raises ValueError where something is cut and the shape does not tell which dim that is.
         """
+        if self.samples == "none":
+            if self.heads or self.width or self.part is not None or self.whole is not None:
+                raise self._strange(op, shape, "it has no samples, and a rank may have a part of it")
+            one = replace(self, samples="first", sample=self.sample.new_zeros(1))
+            return one.fitted(op, torch.Size((1, *shape)))
         samples, tokens = (
             self.sample.numel(),
             {x.numel() for x in (self.position, self.part) if x is not None},
         )
-        turned = len(shape) > 1 and shape[0] != samples == shape[1] and shape[0] in tokens
+        is_second = self.samples == "second" and len(shape) > 1 and shape[1] == samples
+        turned = is_second or (len(shape) > 1 and shape[0] != samples == shape[1] and shape[0] in tokens)
         if turned:
             inner = (shape[0], *shape[2:])
         elif shape and shape[0] == samples:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colossal_lite.kernels import TORCH, Rows, dropped
+from colossal_lite.kernels import TORCH, dropped
 
 OURS = ("torch.nn", "colossal_lite")
 """Packages whose modules draw no functional dropout, but for those of DRAWING."""
@@ -47,7 +47,7 @@ def may_draw(module: nn.Module) -> bool:
 class FunctionalDropout(TorchFunctionMode):
     """Draws the masks of functional dropouts, by the rows of the module that calls them."""
 
-    def __init__(self, rows: Mapping[nn.Module, Callable[[], Rows]], again: nn.Module | None = None) -> None:
+    def __init__(self, rows: Mapping[nn.Module, Callable[[], Any]], again: nn.Module | None = None) -> None:
         """`rows`: for each module of a model, the function that returns the counters of its next call. `again`: the
         module whose forward runs again in backward, without a call of the module."""
         super().__init__()
@@ -63,7 +63,7 @@ class FunctionalDropout(TorchFunctionMode):
         """x with elements dropped, the others divided by 1 - p."""
         return dropped(TORCH.dropout, x, p, self._caller()())
 
-    def _caller(self) -> Callable[[], Rows]:
+    def _caller(self) -> Callable[[], Any]:
         """The rows of the innermost module that is being called. Raises ValueError outside all of them."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:

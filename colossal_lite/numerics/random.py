@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +32,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossal_lite.kernels import TORCH, Ops
-from colossal_lite.kernels.philox import Rows, inverse_erf
+from colossal_lite.kernels.philox import Rows, SampleDim, inverse_erf
 
 aten = torch.ops.aten
 
@@ -41,6 +42,11 @@ def key(seed: int, *parts: str | int) -> tuple[int, int]:
     text = "\x1f".join(str(part) for part in (seed, *parts))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def kind_of(name: str) -> str:
+    """A module's name without numbers: blocks that are alike have modules of one kind."""
+    return re.sub(r"\d+", "*", name)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class DropoutStreams:
         self._calls: dict[str, int] = {}
         self._is_part = self._is_open = False
         self._tokens: int | None = None
+        self.sample_dims: Mapping[tuple[str, int], SampleDim] = {}
+        """Where samples are in the tensors of calls that do not have them first, by kind of module and call."""
         self.behind = ""
         """The linear after which activations are sharded otherwise than the stream; empty outside of such a region."""
         self.functional: Callable[[nn.Module | None], AbstractContextManager[Any]] = nullcontext
@@ -125,17 +133,19 @@ class DropoutStreams:
             )
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
+        samples = self.sample_dims.get((kind_of(name), call), "first") if self.sample_dims else "first"
         position = self._position.tensor_split(parts)[part]
         if may_be_whole:
             whole = self._position if self._is_part else None
             return Rows(
                 key(self._seed, name, call), self._step, self._sample, self._position, whole=whole,
-                tokens=self._tokens, part=position,
+                tokens=self._tokens, part=position, samples=samples,
             )  # fmt: skip
         whole = self._position if parts > 1 or self._is_part else None
         return Rows(
-            key(self._seed, name, call), self._step, self._sample, position, whole=whole, tokens=self._tokens
-        )
+            key(self._seed, name, call), self._step, self._sample, position, whole=whole, tokens=self._tokens,
+            samples=samples,
+        )  # fmt: skip
 
 
 # ---- recording initialisers on meta, replaying them on shards ----

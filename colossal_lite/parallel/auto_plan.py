@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.parallel.layer_swap import ancestors, heads_of
+from colossal_lite.parallel.model_loss import ModelLoss
 from colossal_lite.parallel.plan_proof import on_a_copy
 from colossal_lite.parallel.roles import Patterns, Role
 from colossal_lite.parallel.small_copy import Plainly, SmallCopy
@@ -46,7 +47,7 @@ class AutoPlan:
     """Modules whose code mixes tokens: whole, they need whole sequences."""
 
     def choices(self) -> Iterator[AutoPlan]:
-        """This plan, then plans that leave the linears of one module whole, then one that leaves all whole. Of many
+        """This plan, then plans that leave the linears of one module whole, of all that mix tokens, of all. Of many
         modules, those whose names differ in numbers alone, such as experts, are left whole together."""
         yield self
         cut = {
@@ -59,6 +60,9 @@ class AutoPlan:
             alike.setdefault(kind, []).append(owner)
         for chosen in alike.values() if len(alike) > 1 else ():
             yield self._without(cut, chosen)
+        attentions = [owner for owner in owners if owner in self.mixing]
+        if 1 < len(attentions) < len(owners):
+            yield self._without(cut, attentions)
         yield self._without(cut, owners)
 
     def _without(self, cut: Mapping[str, str], owners: Sequence[str]) -> AutoPlan:
@@ -91,20 +95,25 @@ class _Found:
     faults: dict[str, str] = field(default_factory=dict)
 
 
-def auto_plan(model: nn.Module, parts: int) -> AutoPlan:
-    """The roles of a model whose layers are cut into `parts`. Raises NoCopyError for one that does not run on words."""
-    return on_a_copy(model, roles_by_shape(model), lambda small: _read(model, small, parts))
+def auto_plan(model: nn.Module, parts: int, criterion: ModelLoss | None = None) -> AutoPlan:
+    """The roles of a model whose layers are cut into `parts`. Raises NoCopyError for one that does not run on words, or
+    with a `criterion`, the model's own loss, on words and labels."""
+    return on_a_copy(model, roles_by_shape(model), lambda small: _read(model, small, parts, criterion))
 
 
-def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
-    calls, tokens, positions = _run(small)
+def _read(model: nn.Module, small: SmallCopy, parts: int, criterion: ModelLoss | None) -> AutoPlan:
+    calls, tokens, positions = _run(small, criterion)
     blocks = list(_blocks(model))
     roles: dict[str, str] = {name: "block" for name in blocks}
     # Sequences are whole outside of blocks. A model without blocks has no place where they would be cut.
     embedding = "embedding:whole" if blocks else "embedding"
-    roles |= {name: embedding for name in tokens} | {name: "position" for name in positions}
-    if (head := _head(small, calls, blocks)) is not None:
-        roles[head] = "lm_head"
+    head = _head(small, calls, blocks)
+    roles |= {} if head is None else {head: "lm_head"}
+    # A decoder's table takes other words, such as labels. It shares the weight of a table of words, or the head's.
+    owners: dict[str, Any] = dict(small.model.named_modules())
+    shared = {id(owners[name].weight) for name in (head, *tokens) if name is not None}
+    for name in (*tokens, *positions):
+        roles[name] = embedding if id(owners[name].weight) in shared else "position"
     whole: dict[str, str] = {}
     mixing: dict[str, str] = {}
     for block in blocks:
@@ -112,8 +121,7 @@ def _read(model: nn.Module, small: SmallCopy, parts: int) -> AutoPlan:
         if inside:
             found = _pairs(small.model, inside, parts)
             roles |= _linear_roles(found)
-            # A block that is its own attention stays a block: its code sees whole sizes.
-            roles |= {name: "attention" for name in _attentions(small.model, found) if name != block}
+            roles |= {name: "attention" for name in _attentions(small.model, found, block)}
             whole |= found.faults
             mixing |= {name: "replicate:whole" for name in _mixing(small.model, inside) if name != block}
     dropped = [b for b in blocks if not any(c.name.startswith(f"{b}.") for c in calls)]
@@ -164,10 +172,11 @@ def _states_heads(module: nn.Module, name: str) -> bool:
     return True
 
 
-def _run(small: SmallCopy) -> tuple[list[_Call], list[str], list[str]]:
+def _run(small: SmallCopy, criterion: ModelLoss | None) -> tuple[list[_Call], list[str], list[str]]:
     """The calls of linears in order, and the tables that take the words, and others."""
     calls, tokens, others = list[_Call](), dict[str, None](), dict[str, None]()
     batch = words(SAMPLES, small.tokens or TOKENS, small.words, small.padding)
+    asked = batch if criterion is None else criterion.asked(batch)
 
     def linear(name: str, args: tuple[Any, ...], out: Any) -> None:
         if args and isinstance(args[0], Tensor) and isinstance(out, Tensor) and out.requires_grad:
@@ -184,7 +193,7 @@ def _run(small: SmallCopy) -> tuple[list[_Call], list[str], list[str]]:
             module.register_forward_hook(lambda m, a, out, name=name: linear(name, a, out))
         elif isinstance(module, nn.Embedding):
             module.register_forward_pre_hook(lambda m, a, name=name: table(name, a))
-    run_plainly(small.model.train(), batch)
+    run_plainly(small.model.train(), asked)
     return calls, list(tokens), [name for name in others if name not in tokens]
 
 
@@ -349,12 +358,18 @@ def shares_of(owners: Sequence[int], parts: int) -> tuple[int, ...] | None:
     return tuple(block // unit for block in blocks)
 
 
-def _attentions(model: nn.Module, found: _Found) -> Iterator[str]:
-    """Modules around the row-wise linears of attention that state their heads."""
+def _attentions(model: nn.Module, found: _Found, block: str) -> Iterator[str]:
+    """Modules within a block around the column-wise linears of attention that state their heads. The row-wise one may
+    stand elsewhere."""
     for name in sorted(found.mixing & set(found.rowwise)):
-        parent = name.rpartition(".")[0]
-        if _states_heads(model.get_submodule(parent), parent):
-            yield parent
+        firsts = found.rowwise[name]
+        for around in ancestors(firsts[0])[1:]:
+            if not around.startswith(f"{block}."):  # a block that is its own attention stays a block
+                break
+            has_all = all(first.startswith(f"{around}.") for first in firsts)
+            if has_all and _states_heads(model.get_submodule(around), around):
+                yield around
+                break
 
 
 # ---- the rest, and patterns ----

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -40,12 +41,13 @@ from colossal_lite.parallel.dropout_rows import (
     note_places,
     rows_behind,
 )
+from colossal_lite.parallel.dropout_samples import sample_dims
 from colossal_lite.parallel.first_swap import FirstSwap, form_without_proof
 from colossal_lite.parallel.fused_head import FusedHead, UnmadeLogits, fuse_head, head_of
 from colossal_lite.parallel.hugging_face import is_hugging_face
 from colossal_lite.parallel.length_proof import LengthProofs, Proof, proofs_at
 from colossal_lite.parallel.lora import with_adapters
-from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
+from colossal_lite.parallel.model_loss import ModelLoss, gather_logits, model_loss
 from colossal_lite.parallel.padding import Padding, padding_of
 from colossal_lite.parallel.plan_proof import (
     UnfitError,
@@ -58,7 +60,13 @@ from colossal_lite.parallel.plan_proof import (
 from colossal_lite.parallel.replicated import serial, tied_names
 from colossal_lite.parallel.roles import ROLES, Role, assign_roles, known_plan, with_new_names
 from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops, sees_whole_sequences
-from colossal_lite.parallel.small_copy import LENGTH_NAMES, NoCopyError, frozen_heap, table_roles
+from colossal_lite.parallel.small_copy import (
+    LENGTH_NAMES,
+    NoCopyError,
+    frozen_heap,
+    stated_length,
+    table_roles,
+)
 from colossal_lite.parallel.tensor_modes import (
     Form,
     LocalRows,
@@ -157,6 +165,8 @@ def parallelize(
         longest=stated_sizes(module, _shapes(module)).tokens, has_auxiliary=bool(emitting),
     )  # fmt: skip
     lengths = _length_proofs(module, mesh, chosen, roles, form, sequence_mode, padding, criterion)
+    if streams is not None and not (compiled or mesh.is_recording):
+        streams.sample_dims = sample_dims(module, criterion)
     linears = () if mesh.size("tensor") == 1 or is_known(module) else cut_linears(module, roles)
     strategy, specs, local_rows, share_at = _swapped(module, mesh, roles, form, criterion, auxiliary)
     if streams and linears:
@@ -312,6 +322,7 @@ def _names(module: nn.Module) -> tuple[list[str], list[str]]:
     return [name for name, _ in module.named_modules() if name], owners
 
 
+_Proven = tuple[Mapping[str, str], Mapping[str, Role], Form, FirstSwap | None]
 QUIET_S = 1.0
 """Rank 0 prints it where a search for a plan takes longer, as it may go on for tens of such times."""
 
@@ -320,12 +331,31 @@ QUIET_S = 1.0
 def _proven(
     module: nn.Module, mesh: Mesh, plan: Literal["auto"] | Mapping[str, str],
     sequence_parallel: bool | Literal["auto"], regather_inputs: bool, criterion: ModelLoss | None,
-) -> tuple[Mapping[str, str], Mapping[str, Role], Form, FirstSwap | None]:  # fmt: skip
+) -> _Proven:  # fmt: skip
     """The plan, the roles and the form in which the model stays what it is. Without a proof, also what proves them with
     the first batch. Raises ValueError if there are none."""
+    try:
+        return _found(module, mesh, plan, sequence_parallel, regather_inputs, criterion)
+    except ValueError as error:
+        if criterion is None and "decoder_input_ids" in signature(module.forward).parameters:
+            with warnings.catch_warnings(), suppress(ValueError):
+                warnings.simplefilter("ignore")
+                _found(module, mesh, plan, sequence_parallel, regather_inputs, model_loss(module))
+                error.args = (
+                    f"{error}. {type(module).__name__} is an encoder-decoder, and its forward gets no labels. Legal: "
+                    f"criterion='model', which hands them to it and trains on the loss that it gives",
+                )
+        raise
+
+
+def _found(
+    module: nn.Module, mesh: Mesh, plan: Literal["auto"] | Mapping[str, str],
+    sequence_parallel: bool | Literal["auto"], regather_inputs: bool, criterion: ModelLoss | None,
+) -> _Proven:  # fmt: skip
+    """As `_proven`, with this criterion alone."""
     first: ValueError | None = None
     began_s, is_told = time.monotonic(), mesh.rank != 0
-    given = (AutoPlan(with_new_names(plan), {}),) if plan != "auto" else _auto_plans(module, mesh)
+    given = (AutoPlan(with_new_names(plan), {}),) if plan != "auto" else _auto_plans(module, mesh, criterion)
     for found in given:
         chosen = found.plan
         try:
@@ -364,14 +394,14 @@ def _proven(
     raise first
 
 
-def _auto_plans(module: nn.Module, mesh: Mesh) -> Iterator[AutoPlan]:
+def _auto_plans(module: nn.Module, mesh: Mesh, criterion: ModelLoss | None) -> Iterator[AutoPlan]:
     """Plans to be proven: of known names; of a run; and of the run with pairs of linears left whole."""
     if (known := known_plan(*_names(module))) is not None:
         yield AutoPlan(with_adapters(known[1], module), {})
         if isinstance(module, GPT):
             return
     try:
-        found = auto_plan(module, parts_of(mesh))
+        found = auto_plan(module, parts_of(mesh), criterion)
     except NoCopyError as error:
         if known is None:
             raise ValueError(
@@ -408,6 +438,8 @@ def facts_of(module: nn.Module) -> ModelFacts | None:
         values = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
         if values:
             found[fact] = values[0]
+    if stated_length(module) is None:
+        found.pop("sequence", None)
     found.setdefault("tied", bool(tied_names(module)))
     found.setdefault("causal", True)
     if "width" in found:
@@ -420,8 +452,7 @@ def stated_sizes(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> Stat
 
     A stated sequence bounds a model with a table of so many learned positions, and our own: other rotary positions have
     no end."""
-    facts, config = facts_of(module), getattr(module, "config", None)
-    sequence = next((n for name in FACT_NAMES["sequence"] if (n := getattr(config, name, None))), None)
+    facts, sequence = facts_of(module), stated_length(module)
     tables = [shape[0] for name, shape in shapes.items() if _POSITIONS.search(name) and len(shape) == 2]
     positions = sequence if sequence is not None and any(rows >= sequence for rows in tables) else None
     tokens = sequence if isinstance(module, GPT) else positions

@@ -145,7 +145,7 @@ def small_copy(
     left = {n: role for n, role in roles.items() if not f"{n}.".startswith(dropped)} if dropped else roles
     if narrow is not None:
         narrow.divide_numbers(made)
-    words, padding = _resize(made, left)
+    words, padding = _resize(made, left, model)
     return SmallCopy(made.eval(), dict(left), words, padding, keeps_all, narrow is None)
 
 
@@ -315,11 +315,17 @@ LENGTH_NAMES = ("sequence", "max_position_embeddings", "n_positions", "block_siz
 """Names under which the configurations of models state the most tokens: ours, Hugging Face's, nanoGPT's."""
 
 
+def stated_length(model: nn.Module) -> int | None:
+    """The most tokens that a model's configuration states. None: it states none, or a number below 1, which means no
+    limit."""
+    config = getattr(model, "config", None)
+    stated = (getattr(config, name, None) for name in LENGTH_NAMES)
+    return next((length for length in stated if length is not None and length >= 1), None)
+
+
 def few_tokens(model: nn.Module) -> int:
     """TOKENS, or as many as the model's configuration states where these are fewer."""
-    config = getattr(model, "config", None)
-    stated = next((n for name in LENGTH_NAMES if (n := getattr(config, name, None))), TOKENS)
-    return min(TOKENS, stated)
+    return min(TOKENS, stated_length(model) or TOKENS)
 
 
 def own_lengths(model: nn.Module) -> tuple[int, ...]:
@@ -393,16 +399,17 @@ def _rows(model: nn.Module, roles: Mapping[str, Role]) -> dict[int, int]:
     return found
 
 
-def _resize(made: nn.Module, roles: Mapping[str, Role]) -> tuple[int, tuple[int, ...]]:
+def _resize(made: nn.Module, roles: Mapping[str, Role], model: nn.Module) -> tuple[int, tuple[int, ...]]:
     """Tell tables how many rows they have now: the words, and those that are padding."""
-    words, padding = ROWS, set[int]()
+    words, padding, fewer = ROWS, set[int](), dict[int, int]()
     for name, role in roles.items():
         owner: Any = made.get_submodule(name)
         weight = getattr(owner, "weight", None)
         if role.name not in ("embedding", "lm_head", "position") or not isinstance(weight, Tensor):
             continue
         for attribute in ("num_embeddings", "out_features"):
-            if isinstance(getattr(owner, attribute, None), int):
+            if isinstance(rows := getattr(owner, attribute, None), int):
+                fewer |= {rows: weight.shape[0]} if role.name != "position" else {}
                 setattr(owner, attribute, weight.shape[0])
         if role.name == "position":
             continue
@@ -410,10 +417,26 @@ def _resize(made: nn.Module, roles: Mapping[str, Role]) -> tuple[int, tuple[int,
         if isinstance(getattr(owner, "padding_idx", None), int):
             owner.padding_idx %= weight.shape[0]
             padding.add(owner.padding_idx)
+    _tell_words(made, {rows: left for rows, left in fewer.items() if rows != left}, model)
     unknown = {
         name: m for name, m in made.named_modules() if isinstance(m, nn.Embedding) and name not in roles
     }
     return min([words, *(table.weight.shape[0] for table in unknown.values())]), tuple(sorted(padding))
+
+
+def _tell_words(made: nn.Module, fewer: Mapping[int, int], model: nn.Module) -> None:
+    """Have the numbers of words that a copy states, and its vectors over the words, be those of its tables: `fewer` by
+    the number that the model has."""
+    theirs = {id(getattr(module, "config", None)) for module in model.modules()}
+    for module in made.modules():
+        config = getattr(module, "config", None)
+        for holder in (module, config) if id(config) not in theirs else (module,):
+            own = getattr(holder, "__dict__", {})
+            stated = {n: x for n, x in own.items() if "vocab" in n and isinstance(x, int) and x in fewer}
+            own.update({name: fewer[number] for name, number in stated.items()})
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and buffer.numel() in fewer and buffer.numel() == buffer.shape[-1]:
+                module._buffers[name] = buffer[..., : fewer[buffer.numel()]]
 
 
 def _drawn(name: str, shape: tuple[int, ...], own: Tensor, generator: torch.Generator) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from colossal_lite.sharding.shard_spec import ShardSpec
 TOLERANCE = 1e-6
 """Of a gradient, relative to its norm and to a hundredth of the largest: far above rounding in float64."""
 LONGEST_S = 20.0
+NO_CONTEXT = nullcontext()
 Replace = Callable[[nn.Module, Mesh], ModeResult]
 
 
@@ -182,9 +183,12 @@ def check_finite(model: nn.Module, batch: Batch, criterion: ModelLoss | None = N
         raise NotRunError(f"its loss is {loss}")
 
 
-def run_plainly(model: nn.Module, batch: Batch) -> None:
-    """Run a small copy forward, for the hooks that are on it. Raises NotRunError if it does not run."""
-    with generators_kept(), torch.enable_grad(), Plainly():
+def run_plainly(
+    model: nn.Module, batch: Batch, within: AbstractContextManager[Any] = NO_CONTEXT
+) -> None:  # fmt: skip
+    """Run a small copy forward, for the hooks that are on it. `within`: what sees its calls before they are made plain.
+    Raises NotRunError if it does not run."""
+    with generators_kept(), torch.enable_grad(), Plainly(), within:
         try:
             model(*batch.args, **batch.kwargs)
         except Exception as error:  # of a user's code, whatever it is

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any
@@ -53,6 +54,7 @@ from colossal_lite.parallel.swap_checks import is_transposed
 from colossal_lite.parallel.tensor_1d_layers import (
     AXIS,
     ColwiseLinear,
+    Door,
     Head,
     PositionEmbedding,
     RowwiseLinear,
@@ -113,7 +115,8 @@ class TensorParallel1D(Swap):
     """Swaps for 1D, over the axis `tensor`."""
 
     mode: Tensor1D = field(kw_only=True)
-    _shared: set[str] = field(default_factory=set)
+    _doors: dict[str, Door] = field(default_factory=dict)
+    """Of column-wise linears whose inputs are gathered where a module around them begins."""
     _regions: set[str] = field(default_factory=set)
     """Modules at whose beginning the sequence is gathered: within them gradients are terms."""
     _wholes: set[str] = field(default_factory=set)
@@ -172,9 +175,9 @@ class TensorParallel1D(Swap):
                 door = wrapper_of[sisters[0]]
             else:
                 continue
-            self._shared.update(sisters)
             self._regions.add(door)
-            self._open(self.module.get_submodule(door), self.mode_at(door))
+            opened = self._open(self.module.get_submodule(door), self.mode_at(door))
+            self._doors |= dict.fromkeys(sisters, opened)
         for name in sorted(self.roles):
             role = self.roles[name]
             is_whole = role == Role("replicate", "whole") and self.mode_at(name).sequence_parallel
@@ -198,14 +201,16 @@ class TensorParallel1D(Swap):
             self.module.get_submodule(parent), nn.ModuleDict | nn.ModuleList
         )
 
-    def _open(self, door: nn.Module, mode: Tensor1D) -> None:
+    def _open(self, module: nn.Module, mode: Tensor1D) -> Door:
         """Gather the sequence where the module begins."""
+        door = Door(mode)
 
         def enter(x: Tensor) -> Tensor:
             whole = gather_from_sequence_region(x, mode)
             return Part.of(whole, mode.comm, None) if mode.whole_sizes else whole
 
-        _around(door, before=enter, behind=without_parts if mode.whole_sizes else None)
+        _around(module, enter, without_parts if mode.whole_sizes else None, door)
+        return door
 
     def _show_whole(self, module: nn.Module) -> None:
         """Gather the sequence where a module begins, and keep this rank's tokens of what it gives."""
@@ -346,7 +351,7 @@ class TensorParallel1D(Swap):
         else:
             weight = self._cut(module.weight, oriented(dim, plain("in", inputs), transposed), factor)
             bias = self._cut(module.bias, (dim,), factor)
-        options: dict[str, Any] = dict(input_is_whole=name in self._shared, transposed=transposed)
+        options: dict[str, Any] = dict(door=self._doors.get(name), transposed=transposed)
         if mode.whole_sizes:
             if factor is None:
                 raise ValueError(
@@ -377,9 +382,11 @@ def shared_head(rows: int, role: Role, heads: Heads, comm: Communicator) -> Shar
 
 
 def _around(
-    module: nn.Module, before: Callable[[Tensor], Tensor] | None = None, behind: Callable[[Any], Any] | None = None
+    module: nn.Module, before: Callable[[Tensor], Tensor] | None = None, behind: Callable[[Any], Any] | None = None,
+    door: Door | None = None,
 ) -> None:  # fmt: skip
     """Change the first argument of a module's forward (by name, the first float tensor [B, T, D]) and its output.
+    `door` gets the other arguments of that kind.
 
     Its `forward` is replaced, as some models call that itself, which runs no hooks.
     """
@@ -387,16 +394,24 @@ def _around(
 
     @wraps(forward)
     def changed(*args: Any, **kwargs: Any) -> Any:
+        named = {n: x for n, x in kwargs.items() if _is_stream(x)}
+        others = [*filter(_is_stream, args[1:]), *named.values()]
         if before is not None and args:
             args = (before(args[0]), *args[1:])
         elif before is not None:
-            named = ((n, x) for n, x in kwargs.items() if isinstance(x, Tensor) and x.dim() == 3)
-            stream = next(name for name, x in named if x.is_floating_point())
+            stream = next(iter(named))
+            others.pop(0)
             kwargs = kwargs | {stream: before(kwargs[stream])}
-        outputs = forward(*args, **kwargs)
+        with nullcontext() if door is None or not others else door.opened(others):
+            outputs = forward(*args, **kwargs)
         return outputs if behind is None else behind(outputs)
 
     module.forward = changed
+
+
+def _is_stream(x: Any) -> bool:
+    """Whether it may be activations [B, T, D]."""
+    return isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point()
 
 
 def _first_of(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -6,7 +6,8 @@ collective overlaps with a product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,23 +106,51 @@ class SharedHead:
         return torch.cat((q, k[own], v[own]))
 
 
+class Door:
+    """Gathers the inputs that several column-wise linears of one module share, once, where that module begins.
+
+    The first one is gathered there. Another argument, such as what a decoder reads of its encoder, is gathered if it
+    reaches a linear."""
+
+    def __init__(self, mode: Tensor1D) -> None:
+        self._mode = mode
+        self._others: dict[int, Tensor] = {}
+
+    @contextmanager
+    def opened(self, others: Sequence[Tensor]) -> Iterator[None]:
+        """A call of the module, with these arguments beside the first."""
+        self._others = {id(x): x for x in others}
+        try:
+            yield
+        finally:
+            self._others = {}
+
+    def entered(self, x: Tensor) -> Tensor:
+        """The input of a linear, gathered."""
+        if id(x) not in self._others:
+            return x
+        if self._others[id(x)] is x:
+            self._others[id(x)] = gather_from_sequence_region(x, self._mode)
+        return self._others[id(x)]
+
+
 class ColwiseLinear(nn.Module):
     """Linear with its output features cut: x [B, T(/n), D_in] -> y [B, T, D_out / n].
 
-    `input_is_whole`: the parent module has gathered the input already, for several such layers at once.
+    `door`: the parent module gathers the input, for several such layers at once.
     `transposed`: the weight is stored [D_in, D_out], as Conv1D of Hugging Face's GPT-2 has it.
     `blocks`: sizes of the whole output's blocks, each cut by itself. With them y shows the whole sizes (`Part`).
     `shared`: the rows that are used of those held.
     """
 
     def __init__(
-        self, mode: Tensor1D, weight: nn.Parameter, bias: nn.Parameter | None, *, input_is_whole: bool = False,
+        self, mode: Tensor1D, weight: nn.Parameter, bias: nn.Parameter | None, *, door: Door | None = None,
         transposed: bool = False, blocks: tuple[int, ...] = (), shared: SharedHead | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.blocks, self.shared = blocks, shared
         self.weight_grad_store: WeightGradStore | None = None
-        self.mode, self.input_is_whole, self.transposed = mode, input_is_whole, transposed
+        self.mode, self.door, self.transposed = mode, door, transposed
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,8 +158,8 @@ class ColwiseLinear(nn.Module):
         bias: Tensor | None = self.bias
         if self.shared is not None:
             weight, bias = self.shared.used_rows(weight, bias)
-        if self.input_is_whole:
-            y = linear(local(x), weight, bias, self.weight_grad_store)
+        if self.door is not None:
+            y = linear(local(self.door.entered(x)), weight, bias, self.weight_grad_store)
         else:
             y = _ColwiseLinear.apply(x, weight, bias, self.mode, self.weight_grad_store)  # type: ignore[no-untyped-call]
         if not self.blocks:

@@ -6,15 +6,25 @@ from typing import Any
 
 from torch import nn
 
-SWITCHED = "_config_without_key_cache"
+SWITCHED = "_configs_without_key_cache"
 
 
 def switch_off_key_cache(module: nn.Module) -> None:
-    """Have a model of transformers keep no keys between forwards, if its config says that it does."""
-    config: Any = getattr(module, "config", None)
-    if getattr(config, "use_cache", None) is True:
+    """Have a model of transformers keep no keys between forwards, if a config says that it does: its own, or one that a
+    module in it has, such as a decoder's."""
+    configs: dict[int, Any] = {
+        id(config): config for m in module.modules() if (config := _config(m)) is not None
+    }
+    for config in configs.values():
         config.use_cache = False
-        module.__dict__[SWITCHED] = config
+    if configs:
+        module.__dict__[SWITCHED] = (*module.__dict__.get(SWITCHED, ()), *configs.values())
+
+
+def _config(module: nn.Module) -> Any:
+    """A module's config that keeps a cache; else None."""
+    config = getattr(module, "config", None)
+    return config if getattr(config, "use_cache", None) is True else None
 
 
 def is_key_cache_off(module: nn.Module) -> bool:
@@ -23,6 +33,6 @@ def is_key_cache_off(module: nn.Module) -> bool:
 
 
 def give_key_cache_back(module: nn.Module) -> None:
-    """Restore the config's `use_cache`."""
-    if (config := module.__dict__.pop(SWITCHED, None)) is not None:
+    """Restore the configs' `use_cache`."""
+    for config in module.__dict__.pop(SWITCHED, ()):
         config.use_cache = True

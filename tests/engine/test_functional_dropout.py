@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -13,12 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    ElectraConfig,
+    ElectraForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 
 import colossal_lite as cl
 from colossal_lite.kernels.philox import keep_mask
 from colossal_lite.numerics.functional_dropout import FunctionalDropout
 from colossal_lite.numerics.random import DropoutStreams, key
+from colossal_lite.parallel.small_copy import stated_length
 from tests.shared.pool import RankEnv, WorldError, run_world
 
 BATCH, TOKENS, VOCABULARY, SEED = 8, 16, 37, 7
@@ -33,13 +45,18 @@ def gpt2(attention: str = "sdpa") -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-def bert(attention: str = "sdpa") -> nn.Module:
+def bert(attention: str = "sdpa", config: Any = BertConfig, kind: Any = BertForMaskedLM) -> nn.Module:
     """As it comes: attention_probs_dropout_prob and hidden_dropout_prob are 0.1."""
-    config = BertConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=TOKENS, hidden_size=16, num_hidden_layers=2,
+    made: nn.Module = kind(config(
+        vocab_size=VOCABULARY, max_position_embeddings=TOKENS + 2, hidden_size=16, num_hidden_layers=2,
         num_attention_heads=4, intermediate_size=32, attn_implementation=attention, tie_word_embeddings=True,
-    )  # fmt: skip
-    return BertForMaskedLM(config)
+    ))  # fmt: skip
+    return made
+
+
+def xlnet(attention: str = "eager") -> nn.Module:
+    """As it comes: dropout is 0.1. Its config states -1 for the longest sequence, as there is no limit."""
+    return XLNetLMHeadModel(XLNetConfig(vocab_size=VOCABULARY, d_model=16, n_layer=2, n_head=4, d_inner=32))
 
 
 class Draws(nn.Module):
@@ -50,6 +67,8 @@ class Draws(nn.Module):
         self.way, self.linear = way, nn.Linear(16, 16)
         self.attention = nn.MultiheadAttention(16, 4, dropout=0.3, batch_first=True)
         self.inner = nn.Sequential(nn.Linear(16, 16), nn.Dropout2d(0.3))
+        if "table" in way:
+            self.table = nn.Parameter(torch.ones(2 * TOKENS, 16))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
@@ -71,6 +90,17 @@ class Draws(nn.Module):
                 y = F.alpha_dropout(y, 0.3, True) + F.feature_alpha_dropout(y, 0.3, True)
             case "pooled":
                 y = y + F.dropout(y[:, 0], 0.3)[:, None]
+            case "table":
+                y = y + F.dropout(self.table, 0.3)[: y.shape[1]]
+            case "table of as many rows as samples":
+                y = y + F.dropout(self.table[:BATCH], 0.3).sum(0)
+            case "table, samples second":
+                y = (
+                    y
+                    + F.dropout(self.table[:, None].expand(-1, len(y), -1), 0.3).transpose(0, 1)[
+                        :, : y.shape[1]
+                    ]
+                )
             case "checkpoint of its own":
                 y = checkpoint(lambda z: F.dropout(self.linear(z), 0.3), y, use_reentrant=False)
             case "reentrant checkpoint":
@@ -82,7 +112,14 @@ def drawing(way: str) -> nn.Module:
     return nn.Sequential(nn.Embedding(VOCABULARY, 16), Draws(way), Draws(way), nn.Linear(16, VOCABULARY))
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"gpt2": gpt2, "bert": bert, "draws": drawing}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "gpt2": gpt2,
+    "bert": bert,
+    "roberta": partial(bert, config=RobertaConfig, kind=RobertaForMaskedLM),
+    "electra": partial(bert, config=partial(ElectraConfig, embedding_size=16), kind=ElectraForMaskedLM),
+    "xlnet": xlnet,
+    "draws": drawing,
+}
 BERT_PLAN = {
     "bert.embeddings.word_embeddings": "embedding",
     "bert.embeddings.position_embeddings": "position",
@@ -165,13 +202,20 @@ def test_stock_bert_has_the_losses_of_one_rank(name: str, attention: str) -> Non
 
 WAYS = (
     "attention", "attention with weights", "in place", "twice", "torch.dropout", "tokens first", "flat", "channels",
-    "alpha", "pooled",
+    "alpha", "pooled", "table", "table of as many rows as samples", "table, samples second",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_functional_dropout_has_the_masks_of_one_rank(way: str) -> None:
     assert_alike("draws", way, 2, dict(gradient_accumulation=2))
+
+
+@pytest.mark.parametrize("config", [dict(zero=dict(stage=3)), dict(parallel=dict(tensor=2))])
+def test_xlnet_has_the_masks_of_one_rank_and_no_longest_sequence(config: dict[str, Any]) -> None:
+    """Its relative positions are [2 T, B, D]."""
+    assert stated_length(xlnet()) is None
+    assert_alike("xlnet", "eager", 2, config)
 
 
 @pytest.mark.parametrize("way", ["attention", "flat"])
@@ -350,3 +394,50 @@ def test_stock_bert_has_the_losses_of_one_rank_where_layers_are_cut(
     config: dict[str, Any], plan: Any
 ) -> None:
     assert_alike("bert", "sdpa", 2, config, plan)
+
+
+def gradients(
+    env: RankEnv, model: str, how: str, config: dict[str, Any]
+) -> list[tuple[float, dict[str, Tensor]]]:
+    """Losses and gradients of three steps under the roles that are found."""
+    base = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), seed=SEED, timeout_s=60)
+    with env.launch(base | config) as context:
+        torch.manual_seed(3)
+        engine = cl.initialize(MODELS[model](how), context=context)
+        part = context.local_batch(BATCH)
+        found: list[tuple[float, dict[str, Tensor]]] = []
+        for step in range(3):
+            loss = float(engine.forward_backward(tuple(t[part] for t in batch(step))))
+            found.append((loss, engine.full_gradients()))
+            engine.step()
+        engine.close()
+    return found
+
+
+@cache
+def of_one_process(model: str, how: str) -> list[tuple[float, dict[str, Tensor]]]:
+    (found,) = run_world(gradients, 1, model, how, {})
+    return found
+
+
+CUT_HEADS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1d, tokens cut": (2, dict(size=2, sequence_parallel=True)),
+    "1d, tokens whole": (2, dict(size=2, sequence_parallel=False)),
+    "2d": (4, dict(size=4, mode="2d")),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", CUT_HEADS)
+@pytest.mark.parametrize("model", ["bert", "roberta", "electra"])
+def test_dropout_of_attention_is_cut_with_heads_whose_row_wise_linear_stands_elsewhere(
+    model: str, name: str, how: str
+) -> None:
+    """`attention.self` has the heads, and `attention.output` the linear behind them."""
+    ranks, tensor = CUT_HEADS[name]
+    (found, *_) = run_world(gradients, ranks, model, how, dict(parallel=dict(tensor=tensor)), timeout_s=180)
+    for (loss, right), (theirs, own) in zip(of_one_process(model, how), found, strict=True):
+        assert theirs == pytest.approx(loss, rel=1e-12, abs=0) and right.keys() == own.keys()
+        largest = max(float(g.norm()) for g in right.values())
+        for parameter, gradient in right.items():
+            assert torch.allclose(own[parameter], gradient, rtol=1e-10, atol=1e-12 * largest), parameter
