@@ -96,8 +96,8 @@ class _Found:
 
 
 def auto_plan(model: nn.Module, parts: int, criterion: ModelLoss | None = None) -> AutoPlan:
-    """The roles of a model whose layers are cut into `parts`. Raises NoCopyError for one that does not run on words, or
-    with a `criterion`, the model's own loss, on words and labels."""
+    """The roles of a model whose layers are cut into `parts`. `criterion`: it is run with labels, for its own loss.
+    Raises NoCopyError for one that does not run on words."""
     return on_a_copy(model, roles_by_shape(model), lambda small: _read(model, small, parts, criterion))
 
 

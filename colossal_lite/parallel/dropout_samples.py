@@ -30,8 +30,8 @@ Call = tuple[str, int]
 
 
 def sample_dims(model: nn.Module, criterion: ModelLoss | None) -> Mapping[Call, SampleDim]:
-    """Where samples are in dropouts that do not have them first, by `kind_of` a module and its call. Empty for a model
-    that does not run on words: there shapes tell."""
+    """Where dropouts have samples that are not first, by `kind_of` their module and call. Empty for a model that does
+    not run on words: there shapes tell."""
     if not may_draw(model) and not any(isinstance(module, nn.Dropout) for module in model.modules()):
         return {}
     try:

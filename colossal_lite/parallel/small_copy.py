@@ -425,8 +425,8 @@ def _resize(made: nn.Module, roles: Mapping[str, Role], model: nn.Module) -> tup
 
 
 def _tell_words(made: nn.Module, fewer: Mapping[int, int], model: nn.Module) -> None:
-    """Have the numbers of words that a copy states, and its vectors over the words, be those of its tables: `fewer` by
-    the number that the model has."""
+    """Have a copy state as many words as its tables have, and cut its vectors over the words. `fewer`: these numbers by
+    the model's."""
     theirs = {id(getattr(module, "config", None)) for module in model.modules()}
     for module in made.modules():
         config = getattr(module, "config", None)

@@ -10,8 +10,7 @@ SWITCHED = "_configs_without_key_cache"
 
 
 def switch_off_key_cache(module: nn.Module) -> None:
-    """Have a model of transformers keep no keys between forwards, if a config says that it does: its own, or one that a
-    module in it has, such as a decoder's."""
+    """Have a model of transformers keep no keys between forwards, by its own config and those of modules in it."""
     configs: dict[int, Any] = {
         id(config): config for m in module.modules() if (config := _config(m)) is not None
     }
