@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossal_lite.kernels import TORCH, Ops
@@ -246,11 +248,12 @@ class _Recorder(TorchDispatchMode):
             made = self._recipe(args[0])
             assert made is not None
             self._track(out, made.then(_OUT_OF_PLACE[func], (float(args[1]),)))
-        elif isinstance(target := args[0] if args else None, Tensor) and self._recipe(target) is not None:
-            if func in _RECORDED:
-                self._record(target, func, args[1:], kwargs)
-            elif func._schema.is_mutable:
-                self._refuse(target, str(func))
+        elif func in _RECORDED and self._recipe(args[0]) is not None:
+            self._record(args[0], func, args[1:], kwargs)
+        elif func._schema.is_mutable:
+            for target in _written(func, args, kwargs):
+                if self._recipe(target) is not None:
+                    self._refuse(target, str(func))
         return out
 
     def _record(self, target: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -270,6 +273,11 @@ class _Recorder(TorchDispatchMode):
         low, high = (math.erf((bound - mean) / (std * math.sqrt(2.0))) for bound in (a, b))
         with torch.no_grad():
             target.uniform_(low, high).erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(a, b)
+
+    def skipped(self, tensor: Tensor, initialiser: str) -> None:
+        """torch's own `initialiser` does nothing to this tensor, as it is on meta."""
+        if self._recipe(tensor) is not None:
+            self._refuse(tensor, f"nn.init.{initialiser}")
 
     def _refuse(self, target: Tensor, what: str) -> None:
         storage = target.untyped_storage()._cdata
@@ -301,6 +309,33 @@ class _Recorder(TorchDispatchMode):
         self.parameters[meta.untyped_storage()._cdata] = name
         self.alive = [t for t in self.alive if t is not parameter]
         return meta
+
+
+_IS_META: Any = Tensor.is_meta  # the descriptor; a mode is given its __get__
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operation writes to: its first argument, each of a list, or `out`."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from given if isinstance(given, (list, tuple)) else (given,)
+
+
+class _AsksForMeta(TorchFunctionMode):
+    """Sees initialisers that ask for meta and do nothing there, as `nn.init.orthogonal_`, under any imported name."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func == _IS_META.__get__ and out:
+            caller = sys._getframe(1)
+            if caller.f_globals.get("__name__") == nn.init.__name__:
+                self._recorder.skipped(args[0], caller.f_code.co_name)
+        return out
 
 
 # torch's registration hooks are global, so one thread at a time installs them; other threads build meanwhile.
@@ -337,7 +372,7 @@ def _hooks_of(recorder: _Recorder, thread: int) -> Iterator[None]:
     hook = nn.modules.module.register_module_parameter_registration_hook(register)
     nn.init._no_grad_trunc_normal_ = truncated
     try:
-        with recorder:
+        with recorder, _AsksForMeta(recorder):
             yield
     finally:
         nn.init._no_grad_trunc_normal_ = original
@@ -366,11 +401,20 @@ def build_on_meta(builder: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str
     """Run `builder` with parameters on meta and buffers real.
 
     Returns the module and, for each parameter (tied ones once, by their first name), the recipe of its values.
-    Raises InitialiserError naming each parameter whose values cannot be replayed.
+    Raises InitialiserError naming each parameter whose values cannot be replayed, and if the builder meets what a
+    tensor without values cannot do.
     """
     recorder = _Recorder()
-    with _parameters_on_meta(recorder):
-        module = builder()
+    try:
+        with _parameters_on_meta(recorder):
+            module = builder()
+    except InitialiserError:
+        raise
+    except RuntimeError as error:
+        raise InitialiserError(
+            f"model: the callable raises {type(error).__name__}: {error}. It runs with parameters on the meta device, "
+            f"which have no values yet. Legal: a callable that reads and replaces none; {WHOLE}"
+        ) from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"model: the callable returned {type(module).__name__}; it must return an nn.Module")
     if recorder.refused:
@@ -384,7 +428,7 @@ def build_on_meta(builder: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str
         recipe = recorder._recipe(parameter)
         if not parameter.is_meta or recipe is None:
             raise InitialiserError(
-                f"parameter {name}: it was not made while the callable ran; build it inside"
+                f"parameter {name}: it was not made while the callable ran; build it inside, {WHOLE}"
             )
         if not recipe.ops and recipe.numel:
             raise InitialiserError(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.init import orthogonal_
 
 from colossal_lite.numerics.random import (
     DropoutStreams,
@@ -124,6 +126,60 @@ def test_initialisers_that_cannot_be_replayed_are_refused_by_name() -> None:
         build_on_meta(lambda: nn.Sequential(outside))
     with pytest.raises(ValueError, match="must return an nn.Module"):
         build_on_meta(lambda: 3)  # type: ignore[arg-type, return-value]
+
+
+def _init_by_out(weight: Tensor) -> None:
+    with torch.no_grad():
+        torch.full((4, 4), 5.0, out=weight)
+
+
+def _init_by_data(weight: Tensor) -> None:
+    weight.data = torch.ones(4, 4)
+
+
+def _init_by_value(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(1 / weight.norm().item())
+
+
+@pytest.mark.parametrize(
+    ("initialiser", "told"),
+    [
+        (orthogonal_, r"Linear.weight: nn.init.orthogonal_"),
+        (lambda weight: nn.init.sparse_(weight, 0.5), r"Linear.weight: nn.init.sparse_"),
+        (lambda weight: nn.init.dirac_(weight[..., None]), r"Linear.weight: nn.init.dirac_"),
+        (nn.init.eye_, r"Linear.weight: aten.eye"),
+        (_init_by_out, r"Linear.weight: aten.full.out"),
+        (lambda weight: torch._foreach_zero_([weight.data]), r"Linear.weight: aten._foreach_zero_"),
+        (_init_by_data, r"model: the callable raises RuntimeError: .*set_data"),
+        (_init_by_value, r"model: the callable raises RuntimeError: .*meta"),
+        (lambda weight: weight.data.copy_(torch.ones(4, 4)), r"Linear.weight: aten.copy_"),
+    ],
+)
+def test_an_initialiser_that_does_nothing_or_fails_without_values_is_refused(
+    initialiser: Callable[[Tensor], object], told: str
+) -> None:
+    """A linear has values from its own initialiser, so one that is skipped would leave these, in silence."""
+
+    def build() -> nn.Module:
+        model = nn.Linear(4, 4)
+        initialiser(model.weight)
+        return model
+
+    with pytest.raises(InitialiserError, match=f"(?s){told}.*" + r"cl.initialize\(build\(\)\)"):
+        build_on_meta(build)
+
+
+def test_a_state_dict_that_is_assigned_while_the_model_is_built_is_refused_by_name() -> None:
+    read = nn.Linear(4, 4).state_dict()
+
+    def build() -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.load_state_dict(read, assign=True)
+        return model
+
+    with pytest.raises(InitialiserError, match=r"cl.initialize\(build\(\)\)"):
+        build_on_meta(build)
 
 
 class Forgotten(nn.Module):
