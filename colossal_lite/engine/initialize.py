@@ -28,6 +28,7 @@ from colossal_lite.config.rules import device_problems
 from colossal_lite.config.schema import OptimizerConfig
 from colossal_lite.data.batch import Batch, read_batch
 from colossal_lite.data.batch_checks import LossOf, StatedSizes, check_batch
+from colossal_lite.data.batch_forms import ForwardArguments
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built, GlobalNames
@@ -373,7 +374,7 @@ def _first_micro_batch(
             stacklevel=3,
         )
         return None
-    check_batch(example, StatedSizes(facts.vocabulary if facts else None), loss=loss)
+    check_batch(example, StatedSizes(facts.vocabulary if facts else None), ForwardArguments.of(module), loss)
     first = read_batch(example, device=context.device).cut(accumulation_steps)[0]
     unit = context.config.parallel.tensor.sample_parts
     return first.cut(pipeline.parts_of([first.size], 1, unit))[0]

@@ -55,15 +55,18 @@ def loss(given: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(given, labels) if given.dim() > 1 else F.mse_loss(given, labels)
 
 
-def staged(env: RankEnv, outputs: int, parallel: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def staged(
+    env: RankEnv, outputs: int, parallel: dict[str, Any], by_name: bool
+) -> tuple[list[float], dict[str, Tensor]]:
     with env.launch(SGD | dict(parallel=parallel)) as context:
-        first, *_ = given = batches(outputs)
+        first, *_ = given = [dict(x=x, labels=y) if by_name else (x, y) for x, y in batches(outputs)]
         engine = cl.initialize(model(outputs), context=context, criterion=loss, example=first)
         return [float(engine.train_step(batch).loss) for batch in given], engine.full_state_dict()
 
 
-@pytest.mark.parametrize("outputs", [CLASSES, 1])
-def test_a_model_of_pictures_has_stages_by_an_example(outputs: int) -> None:
+@pytest.mark.parametrize(("outputs", "by_name"), [(CLASSES, False), (1, False), (CLASSES, True)])
+def test_a_model_of_pictures_has_stages_by_an_example(outputs: int, by_name: bool) -> None:
+    """Of any form that a step takes: a tuple, or a dict of the arguments that its own forward names."""
     serial, losses = model(outputs), []
     optimizer = torch.optim.SGD(serial.parameters(), lr=0.5)
     for inputs, labels in batches(outputs):
@@ -72,7 +75,7 @@ def test_a_model_of_pictures_has_stages_by_an_example(outputs: int) -> None:
         own.backward()
         optimizer.step()
         losses.append(float(own.detach()))
-    for found, state in run_world(staged, 2, outputs, dict(pipeline=dict(size=2, micro_batches=2))):
+    for found, state in run_world(staged, 2, outputs, dict(pipeline=dict(size=2, micro_batches=2)), by_name):
         assert found == pytest.approx(losses, rel=1e-12)
         for name, right in serial.state_dict().items():
             torch.testing.assert_close(state[name], right, rtol=1e-11, atol=1e-13)
