@@ -41,7 +41,7 @@ from colossal_lite.engine.engine_state import EngineState, last_save_failed
 from colossal_lite.engine.memory_report import LinkRow, MemoryReport
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.model_structure import OwnForward
-from colossal_lite.engine.rank_comparison import RankComparison, repeats
+from colossal_lite.engine.rank_comparison import RankComparison, changes_apart
 from colossal_lite.engine.step_totals import (
     LocalSums,
     OpenStep,
@@ -109,7 +109,7 @@ class Engine:
             forecast_batch, found=lambda: parts.config
         )
         # forward and backward
-        self._comparison = RankComparison(mesh, built.model, context.device, repeats(config))
+        self._comparison = RankComparison(mesh, built.model, context.device, changes_apart(config))
         stated = stated_sizes(built.model, built.names.state)
         allowed = AllowedArguments.of(built.model, context, done.padding.cuts)
         self._micro_batches = MicroBatches(

@@ -20,7 +20,7 @@ from colossal_lite.engine.first_step import FirstStep
 from colossal_lite.engine.linear_hooks import LinearHooks
 from colossal_lite.engine.memory_report import Metering
 from colossal_lite.engine.model_structure import OwnState
-from colossal_lite.engine.rank_comparison import repeats
+from colossal_lite.engine.rank_comparison import recomputes, splits
 from colossal_lite.engine.update_timing import Updates
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk
@@ -224,7 +224,7 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
     surround_recomputation(model, weights.again)
     if axes := [f"parallel.{axis}" for axis in ("tensor", "pipeline") if mesh.size(axis) > 1]:
         weights.reading = OwnState(model, " and ".join(axes)).reading
-    weights.refuses_writes = mesh.world_size > 1 or bool(repeats(config))
+    weights.refuses_writes = mesh.world_size > 1 or bool(splits(config) or recomputes(config))
     weight_grads = _weight_grads_of(model, config)
     optimizer, choice = _optimizer_of(built, context, factory, parameters)
     if isinstance(weights, ShardedWeights) and optimizer.tiers:

@@ -33,7 +33,7 @@ from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built, GlobalNames
 from colossal_lite.engine.model_structure import check_lazy, check_storages, is_in_parts
-from colossal_lite.engine.rank_comparison import repeats, splits
+from colossal_lite.engine.rank_comparison import recomputes, splits
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk, state_base
@@ -192,7 +192,7 @@ def _initialize(
         outlives=outlives, first_batch=first_batch, sees_padding=pads_alone,
     )  # fmt: skip
     engine = Engine(built, context, loss, optimizer, forecast_batch)
-    hold_statistics(module, _cuts(context, repeats(config)))
+    hold_statistics(module, _cuts(context, splits(config)), recomputes(config))
     context.models.add(module)
     engine.on_step(partial(_tell_of_end, context), reads_weights=False)
     return engine
@@ -263,9 +263,9 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
             f"torch.jit.script or trace"
         )
     check_labels_optional(module)
-    check_batchwide(module, _cuts(context, repeats(context.config)))
+    check_batchwide(module, _cuts(context, splits(context.config)), recomputes(context.config))
     check_max_norm(module, _copies(context))
-    check_tables(module, _cuts(context, repeats(context.config)))
+    check_tables(module, _cuts(context, splits(context.config)))
     if name := next((n for n, p in module.named_parameters() if p.is_complex()), None):
         raise ValueError(
             f"model: the parameter {name} is complex. Masters and moments are real. Legal: a real parameter, and "

@@ -47,10 +47,16 @@ def splits(config: Config) -> tuple[str, ...]:
     return tuple(name for name, is_so in found.items() if is_so)
 
 
-def repeats(config: Config) -> tuple[str, ...]:
-    """As `splits`, and the setting that runs it twice on the same part."""
-    recomputes = config.activation_checkpoint
-    return (*splits(config), *([f"activation_checkpoint={recomputes!r}"] if recomputes != "none" else []))
+def recomputes(config: Config) -> tuple[str, ...]:
+    """The setting that runs blocks twice on the same part."""
+    mode = config.activation_checkpoint
+    return () if mode == "none" else (f"activation_checkpoint={mode!r}",)
+
+
+def changes_apart(config: Config) -> tuple[str, ...]:
+    """The settings under which a forward may change no buffer. A change by the second forward of a block is found in
+    backward (transforms/second_forward.py). That is too late where backward updates weights."""
+    return (*splits(config), *(recomputes(config) if config.optimizer.update_when == "backward" else ()))
 
 
 class RanksDifferError(ValueError):

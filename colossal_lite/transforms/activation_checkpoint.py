@@ -25,6 +25,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from types import TracebackType
 from typing import Any, Literal
@@ -37,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from colossal_lite.numerics.random import DropoutStreams, Place
 from colossal_lite.transforms.key_cache import switch_off_key_cache
 from colossal_lite.transforms.saved_results import SavedResults
+from colossal_lite.transforms.second_forward import Buffers, SecondForward
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Containers of a model's blocks."""
@@ -91,9 +93,10 @@ def apply_activation_checkpoint(module: nn.Module, mode: Mode, streams: DropoutS
     # Torch imports this in its first `checkpoint`, and the import keeps that call's tensors until a collection.
     importlib.import_module("torch._dynamo")
     switch_off_key_cache(module)
+    buffers = Buffers(module)
     for name, block in blocks.items():
         # On the instance: names of modules and parameters, and hooks on the block, do not change.
-        block.forward = CheckpointedBlock(name, block, block.forward, mode, streams)
+        block.forward = CheckpointedBlock(name, block, block.forward, mode, streams, buffers)
     return tuple(blocks)
 
 
@@ -131,6 +134,8 @@ class CheckpointedBlock:
     forward: Callable[..., Any]
     mode: Mode
     streams: DropoutStreams
+    buffers: Buffers
+    """Those of the whole model."""
     around: Callable[[nn.Module], AbstractContextManager[Any]] = lambda block: nullcontext()
     """Context of the second forward: what gates of the block's own weights do in the first, which calls the block."""
     is_part: bool = False
@@ -145,18 +150,21 @@ class CheckpointedBlock:
                 f"activation_checkpoint: {self.name} is handed a cache of keys, which a second forward would fill "
                 f"twice; legal: a call without one"
             )
-        return checkpoint(
-            self.forward, *args, **kwargs,
-            use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts,
+        return checkpoint(  # arguments in a tuple: torch would raise its own error for a changed one
+            _called, self.forward, args, kwargs,
+            use_reentrant=False, preserve_rng_state=False, context_fn=partial(self._contexts, given),
         )  # fmt: skip
 
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def _contexts(
+        self, given: dict[str, Any]
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first: AbstractContextManager[Any] = nullcontext()
         again: AbstractContextManager[Any] = nullcontext()
         if self.mode == "selective":
             kept = SavedResults(KEPT)
             first, again = kept.first(), kept.again()
-        return first, _RecomputeContext(self, self.streams.place(), again)
+        watch = SecondForward(self.name, f"activation_checkpoint={self.mode!r}", self.buffers, given)
+        return first, _RecomputeContext(self, watch, self.streams.place(), again)
 
     @property
     def versions(self) -> list[int]:
@@ -165,13 +173,20 @@ class CheckpointedBlock:
         return [] if self.is_part else [parameter._version for parameter in self.block.parameters()]
 
 
+def _called(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)
+
+
 class _RecomputeContext:
     """The second forward of a block. It sets dropout's counters back to the block's start, and restores them at exit,
     even after an early stop. Weights that have changed since the first forward raise an error. Autograd would not
     notice, because it saved none of them."""
 
-    def __init__(self, block: CheckpointedBlock, place: Place, inner: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self, block: CheckpointedBlock, watch: SecondForward, place: Place, inner: AbstractContextManager[Any]
+    ) -> None:
         self._block, self._streams, self._place, self._inner = block, block.streams, place, inner
+        self._watch = watch
         self._now, self._versions = place, block.versions
         self._draws = block.streams.functional(block.block)
         self._weights = block.around(block.block)
@@ -187,12 +202,15 @@ class _RecomputeContext:
         self._weights.__enter__()
         self._draws.__enter__()
         self._inner.__enter__()
+        self._watch.begin()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         self._streams.go_to(self._now)
+        self._watch.close()
         done = self._inner.__exit__(kind, error, trace)
         self._draws.__exit__(kind, error, trace)
         self._weights.__exit__(None, None, None)
+        self._watch.check(error)
         return done

@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from colossal_lite.transforms.activation_checkpoint import blocks_of
+
 WATCH = "_stays_in_evaluation"
 
 
@@ -28,29 +30,39 @@ def is_over_the_batch(module: nn.Module) -> bool:
     )
 
 
-def check_batchwide(model: nn.Module, cuts: Sequence[str]) -> None:
-    """Raises ValueError for a module over the batch if settings `cuts` (as a user writes them) split the batch.
+def check_batchwide(model: nn.Module, cuts: Sequence[str], recomputes: Sequence[str] = ()) -> None:
+    """Raises ValueError for a module over the batch if settings `cuts` (as a user writes them) split the batch. Also
+    for one whose statistics a block updates twice, as it `recomputes`.
 
     One with running statistics that `model.train()` leaves in evaluation reads no batch (`hold_statistics`)."""
-    if not (over := _over_the_batch(model, cuts)):
+    if not (over := _over_the_batch(model, cuts, recomputes)):
         return
     modes = {each: each.training for each in model.modules()}
     model.train()
-    found = [(n, e) for n, e in over.items() if e.training or getattr(e, "running_mean", None) is None]
+    found = [each for each in over if each[1].training or getattr(each[1], "running_mean", None) is None]
     for each, mode in modes.items():
         each.training = mode
-    for name, each in found:
-        _refuse(name, each, cuts)
+    for name, module, why in found:
+        _refuse(name, module, why)
 
 
-def hold_statistics(model: nn.Module, cuts: Sequence[str]) -> None:
+def hold_statistics(model: nn.Module, cuts: Sequence[str], recomputes: Sequence[str] = ()) -> None:
     """Have the modules over the batch raise ValueError where they train later, until `free_statistics`."""
-    for name, each in _over_the_batch(model, cuts).items():
-        each.__dict__[WATCH] = each.register_forward_pre_hook(partial(_stay_in_evaluation, name, cuts))
+    for name, each, why in _over_the_batch(model, cuts, recomputes):
+        each.__dict__[WATCH] = each.register_forward_pre_hook(partial(_stay_in_evaluation, name, why))
 
 
-def _over_the_batch(model: nn.Module, cuts: Sequence[str]) -> dict[str, nn.Module]:
-    return {name: each for name, each in model.named_modules() if cuts and is_over_the_batch(each)}
+def _over_the_batch(
+    model: nn.Module, cuts: Sequence[str], recomputes: Sequence[str]
+) -> list[tuple[str, nn.Module, Sequence[str]]]:
+    """Modules over the batch by name, each with the settings that change what it computes or keeps."""
+    blocks = tuple(f"{name}." for name in blocks_of(model)) if recomputes else ()
+    found: list[tuple[str, nn.Module, Sequence[str]]] = []
+    for name, each in model.named_modules():
+        is_again = getattr(each, "running_mean", None) is not None and f"{name}.".startswith(blocks)
+        if is_over_the_batch(each) and (why := (*cuts, *(recomputes if is_again else ()))):
+            found.append((name, each, why))
+    return found
 
 
 def _stay_in_evaluation(name: str, cuts: Sequence[str], each: nn.Module, args: object) -> None:
