@@ -19,11 +19,11 @@ class HeldGradient(Tensor):
 
     parameter: str
     """Its name."""
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, parameter: nn.Parameter, name: str) -> HeldGradient:
-        held: HeldGradient = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        held: HeldGradient = Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device, storage_size=0
         )
         held.parameter = name
@@ -33,7 +33,9 @@ class HeldGradient(Tensor):
         return f"HeldGradient({self.parameter})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found = next((x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)), None)
         name = "p" if found is None else found.parameter
         raise ValueError(
