@@ -189,7 +189,7 @@ class Engine:
             self._comparison.delivered()
             self._auxiliary.check_count(totals.weight)
         self._settle()
-        self._hooks.hold()
+        self._hooks.held.hold()
         return totals.mean_loss
 
     @noting_faults
@@ -202,7 +202,7 @@ class Engine:
 
         If a rank has received a stop signal, raises `Stopped` after the callbacks, on every rank. The state is saved
         first, in the directory of `save_on_stop`, or where this engine last saved or resumed."""
-        self._hooks.release()
+        self._hooks.held.release()
         if self._open.totals is None:
             self._finish_user_step()
         totals = self._open.totals
@@ -327,9 +327,9 @@ class Engine:
             and self._open.by_count is not None
             and not self._updates.within_backward
         ):
-            self._hooks.release()
+            self._hooks.held.release()
             self._finish_user_step()
-            self._hooks.hold()
+            self._hooks.held.hold()
         return self._state.full_gradients()
 
     def full_state_dict(self) -> dict[str, Tensor]:

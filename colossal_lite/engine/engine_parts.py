@@ -227,6 +227,8 @@ def assemble(built: Built, context: Context, factory: Factory | None) -> EngineP
     weights.refuses_writes = mesh.world_size > 1 or bool(splits(config) or recomputes(config))
     weight_grads = _weight_grads_of(model, config)
     optimizer, choice = _optimizer_of(built, context, factory, parameters)
+    if isinstance(optimizer, OwnOptimizer):
+        hooks.held.add(optimizer.parameters)
     if isinstance(weights, ShardedWeights) and optimizer.tiers:
         weights.up = optimizer.tiers.up
     memory_budget = _memory_budget_of(built, context, weights, optimizer, hooks, apart)

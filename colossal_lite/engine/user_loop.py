@@ -185,7 +185,7 @@ class UserLoop:
         step.by_count = count is not None
         is_scaled = step.loss_scale.scale != 1.0  # only then the host waits for a count on the device
         seed = step.loss_scale.seed(int(count) if is_scaled and count is not None else 1)
-        self._hooks.release()
+        self._hooks.held.release()
         self._parts.before_backward(own_loss=count is None and seed == 1.0)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
@@ -207,7 +207,7 @@ class UserLoop:
             self._comparison.add_weight(self._own)
         if self._by_micro_batch or updates:
             self._reduce_all(ends=updates)
-        self._hooks.hold()
+        self._hooks.held.hold()
 
     def _refuse_reads(self, loss: Tensor) -> None:
         """Raises ValueError for a `loss` that reads a parameter itself, where this rank has no whole one."""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.schedule.step_moments import sums_in_flight
-from colossal_lite.zero.held_gradient import LEGAL, HeldGradient
+from colossal_lite.zero.held_gradient import HeldGradients
 
 
 def in_flight_of(chunks: Sequence[Chunk]) -> int:
@@ -67,8 +67,6 @@ class GradientHooks:
         self._parameters = [parameters[entry.name] for chunk in self._chunks for entry in chunk.spec.entries]
         for own in self._parameters:
             own.grad = None  # of a loop before this engine
-        self._held: Sequence[HeldGradient] = ()
-        self._holds = False  # whether these stand as gradients
         self._chunk_of = {
             id(parameters[entry.name]): number
             for number, chunk in enumerate(self._chunks)
@@ -111,39 +109,14 @@ class GradientHooks:
         self._next, self._complete = len(self._chunks) - 1, 0
 
     def _refuse_gradient(self, parameter: nn.Parameter) -> NoReturn:
-        raise ValueError(
-            f"backward: {self._name(parameter)}.grad was set by other code than the engine. It would be added to the "
-            f"gradient of this step; legal: .grad=None, clip_grad_norm of the config, engine.full_gradients()"
-        )
-
-    def _name(self, parameter: nn.Parameter) -> str:
         chunk = self._chunks[self._chunk_of[id(parameter)]]
-        pairs = zip(chunk.spec.entries, chunk._parameters, strict=True)
-        return next(entry.name for entry, p in pairs if p is parameter)
-
-    def hold(self) -> None:
-        """Behind a backward: whoever uses `p.grad` before the step is refused."""
-        if not self._held:
-            self._held = [HeldGradient(own, self._name(own)) for own in self._parameters]
-        for own, held in zip(self._parameters, self._held, strict=True):
-            own.grad = held
-        self._holds = True
-
-    def release(self, *, checks: bool = True) -> None:
-        """`p.grad` is None again. Raises ValueError, if it `checks`, where other code has set it."""
-        if not self._holds:
-            return
-        self._holds = False
-        changed = [
-            own for own, held in zip(self._parameters, self._held, strict=True) if own.grad is not held
-        ]
-        for own in self._parameters:
-            own.grad = None
-        if changed and checks:
-            raise ValueError(
-                f"step: {self._name(changed[0])}.grad was set by other code than the engine since backward, also to "
-                f"None. It has no effect there. {LEGAL}"
-            )
+        name = next(
+            e.name for e, p in zip(chunk.spec.entries, chunk._parameters, strict=True) if p is parameter
+        )
+        raise ValueError(
+            f"backward: {name}.grad was set by other code than the engine. It would be added to the gradient of this "
+            f"step; legal: .grad=None, clip_grad_norm of the config, engine.full_gradients()"
+        )
 
     def start_ready(self) -> None:
         """Launch complete chunks, in order, up to the limit."""
@@ -195,7 +168,6 @@ class GradientHooks:
         gradients. False: it had launched none. Collective where it had."""
         for parameter in self._parameters:
             parameter.grad = None
-        self._holds = False
         if not self._reduces or self._is_reduced:
             return False
         summed, self.summed = self.summed, nothing
@@ -208,7 +180,6 @@ class GradientHooks:
         return True
 
     def clear(self) -> None:
-        self.release(checks=False)
         for chunk in self._chunks:
             chunk.clear()
         self._reduces = self._ends = self._frees = False
@@ -218,7 +189,6 @@ class GradientHooks:
         return all(chunk.state is GradientState.EMPTY for chunk in self._chunks)
 
     def remove(self) -> None:
-        self.release(checks=False)
         for handle in self._handles:
             handle.remove()
 
@@ -317,6 +287,9 @@ class StageHooks:
             self._place[chunk.spec.id] = stages, len(groups.setdefault(stages, []))
             groups[stages].append(chunk)
         self._chunks = {chunk.spec.id: chunk for chunk in chunks}
+        self.held = HeldGradients(
+            {e.name: parameters[e.name] for chunk in chunks for e in chunk.spec.entries}
+        )
         in_flight = in_flight_of(chunks)
         self._hooks = {
             stages: GradientHooks(group, parameters, in_flight) for stages, group in groups.items()
@@ -343,16 +316,6 @@ class StageHooks:
         finally:
             for hooks in self._hooks.values():
                 hooks.expects = False
-
-    def hold(self) -> None:
-        """As `GradientHooks.hold`."""
-        for hooks in self._hooks.values():
-            hooks.hold()
-
-    def release(self) -> None:
-        """As `GradientHooks.release`."""
-        for hooks in self._hooks.values():
-            hooks.release()
 
     def hand_on(self, summed: Callable[[Chunk], None], *, concludes: bool = False) -> None:
         """Set the callback for gradients that are final; `concludes` as `GradientHooks`."""
@@ -390,6 +353,7 @@ class StageHooks:
         return any([hooks.give_up() for hooks in self._hooks.values()])
 
     def clear(self) -> None:
+        self.held.drop()
         for hooks in self._hooks.values():
             hooks.clear()
 
@@ -398,5 +362,6 @@ class StageHooks:
         return all(hooks.is_clear for hooks in self._hooks.values())
 
     def remove(self) -> None:
+        self.held.drop()
         for hooks in self._hooks.values():
             hooks.remove()

@@ -8,6 +8,7 @@ refused by name, also those of torch's C++.  Its shape, dtype and device may be 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -48,3 +49,44 @@ LEGAL = (
     "Legal: clip_grad_norm of the config, engine.full_gradients() for whole ones, or a hook (p.register_hook). Or "
     "engine.zero_grad(), engine.backward(loss) for a further loss, engine.step() in the place of an optimizer's"
 )
+
+
+class HeldGradients:
+    """Those of all parameters that train on this rank, and of copies that an optimizer has."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = [*parameters.items()]
+        self._held: list[HeldGradient] = []
+        self._stand = False
+
+    def add(self, copies: Mapping[str, nn.Parameter]) -> None:
+        """Parameters that an optimizer of the user's own updates in the place of the model's."""
+        self._parameters += copies.items()
+
+    def hold(self) -> None:
+        """A backward has ended: from now on they stand as `p.grad`."""
+        if not self._held:
+            self._held = [HeldGradient(own, name) for name, own in self._parameters]
+        for (_, own), held in zip(self._parameters, self._held, strict=True):
+            own.grad = held
+        self._stand = True
+
+    def release(self) -> None:
+        """`p.grad` is None again. Raises ValueError where other code has set it."""
+        if not self._stand:
+            return
+        pairs = zip(self._parameters, self._held, strict=True)
+        names = [name for (name, own), held in pairs if own.grad is not held]
+        self.drop()
+        if names:
+            raise ValueError(
+                f"step: {names[0]}.grad was set by other code than the engine since backward, also to None. It has no "
+                f"effect there. {LEGAL}"
+            )
+
+    def drop(self) -> None:
+        """`p.grad` is None again, if they stood there."""
+        if self._stand:
+            for _, own in self._parameters:
+                own.grad = None
+        self._stand = False

@@ -44,16 +44,16 @@ class OwnOptimizer:
     ) -> None:
         """`shapes` of the whole model, in its order; `scheduled`: the learning rates follow the config's schedule."""
         self._chunks, self._scheduled = tuple(chunks), scheduled
-        self._of: dict[str, nn.Parameter] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
         for chunk in self._chunks:
             for entry in chunk.spec.entries:
-                self._of[entry.name] = nn.Parameter(chunk.of(chunk.master, entry, shapes[entry.name]))
+                self.parameters[entry.name] = nn.Parameter(chunk.of(chunk.master, entry, shapes[entry.name]))
         dtype = self._chunks[0].master.dtype if self._chunks else torch.float32
-        given = in_order_of(shapes, self._of, dtype)
+        given = in_order_of(shapes, self.parameters, dtype)
         try:
             self._optimizer = factory(list(given.values()))
         except (RuntimeError, NotImplementedError) as error:
-            if len(self._of) == len(given):
+            if len(self.parameters) == len(given):
                 raise
             raise ValueError(
                 f"optimizer: the callable fails ({error}) on a list in which parameters of other pipeline stages are "
@@ -80,7 +80,7 @@ class OwnOptimizer:
         """Show the optimizer this chunk's gradient; `finish` takes the step."""
         assert chunk.state is GradientState.REDUCED
         for entry, is_used in zip(chunk.spec.entries, used, strict=True):
-            parameter = self._of[entry.name]
+            parameter = self.parameters[entry.name]
             gradient = chunk.of(chunk.gradient, entry, parameter.shape).div_(grad_scale)
             parameter.grad = gradient.to(parameter.dtype) if is_used else None
 
@@ -103,7 +103,7 @@ class OwnOptimizer:
         for chunk in self._chunks:
             own = storage_of(chunk.master)
             for entry in chunk.spec.entries:
-                if storage_of(self._of[entry.name]) != own:
+                if storage_of(self.parameters[entry.name]) != own:
                     raise ValueError(
                         f"optimizer: {type(self._optimizer).__name__} has given {entry.name} other data "
                         f"(p.data = ...), which the model does not get; legal: changes in place, as p.data.copy_(...)"
@@ -146,7 +146,7 @@ class OwnOptimizer:
     def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
         """For each entry of a chunk the tensors that the optimizer has for it."""
         for entry in chunk.spec.entries:
-            state = self._optimizer.state.get(self._of[entry.name], {})
+            state = self._optimizer.state.get(self.parameters[entry.name], {})
             yield {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
     def flat_state(self, chunk: Chunk) -> Mapping[str, Tensor]:

@@ -169,3 +169,30 @@ def test_nothing_stands_as_a_gradient_once_it_was_dropped(end: str) -> None:
                 engine.forward_backward((batch(0)[0], torch.full((BATCH, TOKENS), VOCABULARY)))
         engine.close() if end == "close" else engine.zero_grad()
         assert all(p.grad is None for p in engine.model.parameters())
+
+
+@pytest.mark.parametrize("what", ["used", "dropped"])
+def test_so_it_is_of_the_copies_that_an_optimizer_of_ones_own_updates(what: str) -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def factory(parameters: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, lr=0.3))
+        return made[-1]
+
+    with cl.launch(dict(precision="fp64")) as context:
+        engine = cl.initialize(build(), context=context, optimizer=factory)
+        optimizer, losses = made[-1], list[float]()
+        for step in range(3):
+            optimizer.zero_grad()  # as loops do before a backward
+            engine.forward_backward(batch(step))
+            if step == 1 and what == "used":
+                with pytest.raises(ValueError, match="would have no effect"):
+                    nn.utils.clip_grad_norm_(
+                        [p for group in optimizer.param_groups for p in group["params"]], 0.1
+                    )
+            if step == 1 and what == "dropped":
+                optimizer.zero_grad()
+                with pytest.raises(ValueError, match="was set by other code"):
+                    engine.step()
+            losses.append(float(engine.step().loss))
+        assert losses == pytest.approx(serial(), rel=1e-12, abs=0)
