@@ -54,6 +54,21 @@ def test_the_packages_listed_are_the_folders_that_hold_python() -> None:
     assert all((ROOT / p / "__init__.py").exists() for p in inside | mapped)
 
 
+def test_the_root_holds_what_it_is_made_of_and_nothing_that_a_run_has_written() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    folders = {"colossal_lite", "kernels", "launcher", "tests", "examples", "docs", ".ci"}
+    files = {
+        "setup.cfg",
+        "pyproject.toml",
+        "constraints.txt",
+        "mkdocs.yml",
+        "README.md",
+        "LICENSE",
+        ".gitignore",
+    }
+    assert {line.split("/")[0] for line in listed.splitlines()} == folders | files
+
+
 def test_every_public_name_exists_and_is_typed() -> None:
     for name in colossal_lite.__all__:
         assert getattr(colossal_lite, name) is not None
