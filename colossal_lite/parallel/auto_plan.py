@@ -1,8 +1,8 @@
 """Finds the roles of a model's modules from one run of a small copy, whatever their names are.
 
 Note: how roles are found.
-A table that is called with the ids is a token embedding; any other table holds positions.  The head is the last linear,
-as wide as the vocabulary.  Blocks are the children of a list of modules of one class.  Within a block a pair of linears
+A table that is called with the ids is a token embedding; any other table holds positions.  The head is the last linear
+as wide as the logits.  Blocks are the children of a list of modules of one class.  Within a block a pair of linears
 is found by gradients.  The inputs of a linear are cut into parts, and each part is traced to the rows of earlier
 linears. If each part needs rows of its own, the earlier linear is `colwise` and this one `rowwise`.  The order of the
 rows shows the blocks of a fused weight.  If parts need the same rows (heads that do not divide, experts), the pair is
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import gcd
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.parallel.layer_swap import ancestors, heads_of
+from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss
 from colossal_lite.parallel.plan_proof import on_a_copy
 from colossal_lite.parallel.roles import Patterns, Role
@@ -102,12 +104,12 @@ def auto_plan(model: nn.Module, parts: int, criterion: ModelLoss | None = None) 
 
 
 def _read(model: nn.Module, small: SmallCopy, parts: int, criterion: ModelLoss | None) -> AutoPlan:
-    calls, tokens, positions = _run(small, criterion)
+    calls, tokens, positions, width = _run(small, criterion)
     blocks = list(_blocks(model))
     roles: dict[str, str] = {name: "block" for name in blocks}
     # Sequences are whole outside of blocks. A model without blocks has no place where they would be cut.
     embedding = "embedding:whole" if blocks else "embedding"
-    head = _head(small, calls, blocks)
+    head = _head(small, calls, blocks, width)
     roles |= {} if head is None else {head: "lm_head"}
     # A decoder's table takes other words, such as labels. It shares the weight of a table of words, or the head's.
     owners: dict[str, Any] = dict(small.model.named_modules())
@@ -172,8 +174,10 @@ def _states_heads(module: nn.Module, name: str) -> bool:
     return True
 
 
-def _run(small: SmallCopy, criterion: ModelLoss | None) -> tuple[list[_Call], list[str], list[str]]:
-    """The calls of linears in order, and the tables that take the words, and others."""
+def _run(
+    small: SmallCopy, criterion: ModelLoss | None
+) -> tuple[list[_Call], list[str], list[str], int | None]:
+    """The calls of linears in order, the tables that take the words, others, and the width of logits."""
     calls, tokens, others = list[_Call](), dict[str, None](), dict[str, None]()
     batch = words(SAMPLES, small.tokens or TOKENS, small.words, small.padding)
     asked = batch if criterion is None else criterion.asked(batch)
@@ -193,8 +197,13 @@ def _run(small: SmallCopy, criterion: ModelLoss | None) -> tuple[list[_Call], li
             module.register_forward_hook(lambda m, a, out, name=name: linear(name, a, out))
         elif isinstance(module, nn.Embedding):
             module.register_forward_pre_hook(lambda m, a, name=name: table(name, a))
+    outputs: list[Any] = []
+    small.model.register_forward_hook(lambda m, a, out: outputs.append(out))
     run_plainly(small.model.train(), asked)
-    return calls, list(tokens), [name for name in others if name not in tokens]
+    width = None
+    with suppress(ValueError):
+        width = logits_of(outputs[0]).shape[-1]
+    return calls, list(tokens), [name for name in others if name not in tokens], width
 
 
 def _blocks(model: nn.Module) -> Iterator[str]:
@@ -216,12 +225,14 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
-def _head(small: SmallCopy, calls: Sequence[_Call], blocks: Sequence[str]) -> str | None:
-    """The last linear behind all blocks that gives a number for each word."""
+def _head(small: SmallCopy, calls: Sequence[_Call], blocks: Sequence[str], width: int | None) -> str | None:
+    """The last linear behind all blocks that is as wide as the logits; else that gives a number for each word."""
     prefixes = tuple(f"{block}." for block in blocks)
     last = max((place for place, call in enumerate(calls) if call.name.startswith(prefixes)), default=-1)
     rows = {m.num_embeddings for m in small.model.modules() if isinstance(m, nn.Embedding)}
-    return next((c.name for c in reversed(calls[last + 1 :]) if c.output.shape[-1] in rows), None)
+    behind = [(call.output.shape[-1], call.name) for call in reversed(calls[last + 1 :])]
+    of_logits = (name for outputs, name in behind if outputs == width)
+    return next(of_logits, next((name for outputs, name in behind if outputs in rows), None))
 
 
 # ---- pairs ----

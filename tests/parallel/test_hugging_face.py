@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 import colossal_lite as cl
 from colossal_lite.parallel import hugging_face
@@ -266,3 +272,38 @@ def refused_with_cache(env: RankEnv, why: str) -> tuple[str, bool, bool]:
 def test_a_refused_model_keeps_its_key_cache_and_its_attention(why: str) -> None:
     for text, *kept in run_world(refused_with_cache, 2, why):
         assert ("sequence: a small copy" if why == "tokens" else "optimizer") in text and kept == [True, True]
+
+
+CLASSES = 5
+
+
+def classified(env: RankEnv, config: dict[str, Any]) -> list[tuple[float, dict[str, Tensor]]]:
+    """Losses and gradients of two steps of a classifier of whole sequences."""
+    torch.manual_seed(0)
+    settings = BertConfig(
+        vocab_size=37, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32,
+        max_position_embeddings=16, num_labels=CLASSES,
+    )  # fmt: skip
+    with env.launch(
+        dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), timeout_s=60) | config
+    ) as context:
+        engine = cl.initialize(BertForSequenceClassification(settings).double(), context=context)
+        generator, found = torch.Generator().manual_seed(0), []
+        for _ in range(2):
+            ids = torch.randint(37, (4, 8), generator=generator)
+            loss = engine.forward_backward((ids, torch.randint(CLASSES, (4,), generator=generator)))
+            found.append((float(loss), engine.full_gradients()))
+            engine.step()
+        engine.close()
+    return found
+
+
+def test_the_head_of_a_classifier_is_the_linear_that_is_as_wide_as_its_logits() -> None:
+    """Its pooler is as wide as a table has rows."""
+    (serial,) = run_world(classified, 1, {})
+    tensor = dict(size=2, sequence_parallel=False)
+    (found, *_) = run_world(classified, 2, dict(parallel=dict(tensor=tensor)), timeout_s=120)
+    for (loss, right), (theirs, own) in zip(serial, found, strict=True):
+        assert theirs == pytest.approx(loss, rel=1e-12, abs=0) and right.keys() == own.keys()
+        for name, gradient in right.items():
+            assert torch.allclose(own[name], gradient, rtol=1e-10, atol=1e-13), name
