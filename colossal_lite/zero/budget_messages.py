@@ -38,7 +38,7 @@ Forecast = Callable[..., Mapping[str, int] | None]
 with the mix of updates that the engine has found."""
 
 GAPS = 16
-"""One byte in so many of a budget is for gaps between allocations."""
+"""One byte in so many is for what is not counted: of a budget, gaps between allocations."""
 
 
 def room_problems(budget: int | None, device: torch.device) -> Iterator[Problem]:
@@ -185,14 +185,23 @@ def smaller_steps(
             yield _in_words(changes), need - of["gathered"] + gathered_bytes(chunks, gathers)
         elif changes.keys() == {"gradient_accumulation"} and (accumulation > 1 or not by_step):
             share = accumulation / int(changes["gradient_accumulation"])
-            about = need - of["activations"] + ceil(of["activations"] * share)
-            yield _in_words(changes), about
+            kept = min(of["activations"], _at_any_batch(of["activations"], chunks))
+            yield _in_words(changes), need - ceil((of["activations"] - kept) * (1 - share))
+
+
+def _at_any_batch(activation_bytes: int, chunks: Sequence[WeightChunk]) -> int:
+    """Of the bytes measured beside state, those that no smaller batch saves, at the most.  Backward holds the gradient
+    of a weight, and a copy.  One byte in `GAPS` is for what else does not follow the batch, as tables of positions."""
+    entries = [(entry, chunk.types.compute.itemsize) for chunk in chunks for entry in chunk.spec.entries]
+    largest = max(((entry.stop - entry.start) * width for entry, width in entries), default=0)
+    return 2 * largest + activation_bytes // GAPS
 
 
 def _changes(config: Config, samples: int) -> Iterator[Mapping[str, str | int]]:
     """What may make a step of so many samples of a rank smaller, the least change first."""
     zero, now, unit = config.zero, config.gradient_accumulation, config.parallel.tensor.sample_parts
-    most_parts = samples // unit
+    pipeline = config.parallel.pipeline
+    most_parts = samples // (unit * (pipeline.micro_batches or 1) if pipeline.is_staged else unit)
     parts = [now * 2**n for n in range(1, most_parts.bit_length()) if now * 2**n < most_parts]
     parts += [most_parts] * (most_parts > now)
     if unit > 1:  # a grid cuts each micro-batch into equal parts

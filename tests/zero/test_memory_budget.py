@@ -26,6 +26,7 @@ from colossal_lite.offload.placement import StatePlacement, place, spill_to_disk
 from colossal_lite.planner import planner
 from colossal_lite.zero import build_chunks as build_module
 from colossal_lite.zero import state_pieces
+from colossal_lite.zero.budget_messages import _changes as smaller_changes
 from colossal_lite.zero.gather_units import units_of
 from colossal_lite.zero.memory_budget import MemoryBudget
 from colossal_lite.zero.sharded_weights import ParameterGather
@@ -702,6 +703,36 @@ def test_a_device_budget_that_an_error_names_as_legal_is_taken_when_it_is_tried(
     assert found, text
     legal = dict(placement="auto", device_budget=int(found[1].replace(",", "")))
     assert run_world(steps_within, 2, case, legal) == [case.steps] * 2
+
+
+def test_an_accumulation_that_a_measured_step_names_is_taken_when_it_is_tried() -> None:
+    """What backward holds of a weight stays as it is with half of the batch."""
+    case = replace(
+        DEEP, build="module", adapters=2, ragged=False, global_batch=8, config=config_of(1, precision="fp32")
+    )
+
+    def told(budget: int, steps: int = 1) -> str:
+        (text, _) = run_world(refused, 2, case, dict(placement="auto", device_budget=budget), steps)
+        return str(text)
+
+    floor = re.search(r"legal: more than ([\d,]+)", told(1000, 0))
+    assert floor
+    text = told(needed(told(int(floor[1].replace(",", "")) + 1)) - 1)
+    found = re.search(r"gradient_accumulation=2 \(([\d,]+) bytes\)", text)
+    assert found, text
+    halves = replace(case, config=config_of(1, precision="fp32", accumulation=2))
+    legal = dict(placement="auto", device_budget=int(found[1].replace(",", "")))
+    assert run_world(steps_within, 2, halves, legal) == [case.steps] * 2
+
+
+def test_no_accumulation_is_named_that_leaves_fewer_samples_than_the_micro_batches_of_a_pipeline() -> None:
+    staged = dict(pipeline=dict(size=1, stages_per_rank=2, schedule="bfs", micro_batches=4))
+    config = Config.load(dict(config_of(3), parallel=staged))
+
+    def named(samples: int) -> set[str | int]:
+        return {change.get("gradient_accumulation", 1) for change in smaller_changes(config, samples)}
+
+    assert named(4) == {1} and named(8) == {1, 2}
 
 
 # ---- batches that no step has shown yet ----
