@@ -8,7 +8,7 @@ packing is linear in the blocks.  Cost: some milliseconds a block.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colossal_lite.config.config import Config
+from colossal_lite.config.config import Config, ConfigError
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.packing import ChunkSpec
@@ -195,7 +195,7 @@ class DryRun:
         ]
         with _FlashAttention(), meter:
             part = self.batch(done, streams, samples)
-            with streams.forward(), done.told(part):
+            with streams.forward(), done.told(part), _on_ids(module, part):
                 logits = logits_of(module(*part.args, **part.kwargs))
             logits_bytes = bytes_of(logits)
             loss, _ = done.cross_entropy(logits, part.labels)
@@ -425,8 +425,22 @@ def gathers_of(
     return plan_of(stretch, chunks, prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward)
 
 
+@contextmanager
+def _on_ids(module: nn.Module, part: Batch) -> Iterator[None]:
+    """Around a forward on ids alone. Raises ValuesError for a model that fails on these, as one of pictures does."""
+    try:
+        yield
+    except (ConfigError, ValuesError):
+        raise
+    except Exception as error:  # of the user's code, whatever it is
+        raise ValuesError(
+            f"model: {type(module).__name__} does not run on ids {list(part.inputs.shape)}: {type(error).__name__}: "
+            f"{error}. Nothing is planned for it; legal: a model whose forward takes ids [samples, tokens] alone"
+        ) from error
+
+
 class ValuesError(ValueError):
-    """The forward of a model reads values of tensors, and a run without tensors has none."""
+    """The forward of a model reads values of tensors, or other inputs than ids: a run without tensors has neither."""
 
 
 _READS = (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)

@@ -300,6 +300,15 @@ def test_the_command_refuses_with_exit_2(
     assert (code, out) == (2, "") and says in err
 
 
+def test_a_model_of_other_inputs_than_ids_is_refused_by_name() -> None:
+    """Its own error said neither that ids were tried nor what can be planned, and some ended the command raw."""
+    for layer in (partial(nn.Conv2d, 3, 8, 2), partial(nn.Unflatten, 2, (2, 2)), partial(nn.Linear, 4, 8)):
+        with pytest.raises(
+            ValueError, match=r"model: \w+ does not run on ids \[2, 8\].*legal: a model whose"
+        ):
+            plan({}, layer, batch=2, sequence=8, world_size=1)
+
+
 def test_the_command_prints_the_whole_step_in_brief(capsys: pytest.CaptureFixture[str], config: str) -> None:
     given = ("--zero.stage", "3", "--memory.placement", "host")
     staged = ("--parallel.pipeline.size", "2", "--parallel.pipeline.micro_batches", "4")
