@@ -30,7 +30,7 @@ def parts_of_batch(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any], Any]
         what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, Sized) else type(batch).__name__
         raise ValueError(f"batch: {what}; legal: {FORMS}")
     inputs, labels = batch
-    is_several = isinstance(inputs, tuple | list) and inputs and all(isinstance(x, Tensor) for x in inputs)
+    is_several = isinstance(inputs, tuple | list) and any(isinstance(x, Tensor) for x in inputs)
     return (tuple(inputs) if is_several else (inputs,)), {}, labels
 
 
