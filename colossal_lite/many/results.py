@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -48,7 +48,7 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class ManyResult:
-    """How many tasks have ended. `result["name"]` is one of them."""
+    """How many tasks have ended. `result["name"]` is one of them, and `for name in result` gives all names."""
 
     tasks: Mapping[str, TaskResult]
     timeline: Simulation
@@ -57,6 +57,9 @@ class ManyResult:
 
     def __getitem__(self, name: str) -> TaskResult:
         return self.tasks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tasks)
 
     @property
     def best_by(self) -> str:

@@ -27,7 +27,7 @@ from colossal_lite.launcher.start import launch_gang, serve_gangs
 from colossal_lite.many import coordinator
 from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, Candidate, Choose
-from colossal_lite.many.results import losses_of
+from colossal_lite.many.results import ManyResult, TaskResult, losses_of
 from colossal_lite.many.task import check, fingerprint
 from colossal_lite.many.trainer import train
 from colossal_lite.many.worker import Order, Worker, saved_step
@@ -501,3 +501,10 @@ def test_a_lambda_a_directory_in_use_and_one_of_other_tasks_are_refused_by_name(
     assert "cannot be sent to the process that trains them" in unsent and "no lambda" in unsent
     assert "were begun there; legal: resume=True" in begun
     assert "belongs to other tasks (a differ" in other
+
+
+def test_a_result_gives_the_names_of_its_tasks_one_after_another() -> None:
+    """Without an order of its own, `for name in result` asked for task 0 and ended in a KeyError."""
+    ended = {n: TaskResult(n, "done", "", 1, [1.0], None, Path(n)) for n in ("b", "a")}
+    result = ManyResult(ended, timeline=None, directory=Path())  # type: ignore[arg-type]
+    assert list(result) == ["b", "a"] and "a" in result and "c" not in result
