@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from tyro.conf import Positional
@@ -61,7 +62,9 @@ class NewCommand:
             raise ValueError(
                 f"directory = {self.directory}: {error.strerror}; legal: a folder that can be written"
             ) from error
-        print(f"{self.directory}: {', '.join(made)}\nnext: cd {self.directory} && python train.py")
+        print(
+            f"{self.directory}: {', '.join(made)}\nnext: cd {quote(str(self.directory))} && python train.py"
+        )
         return 0
 
 

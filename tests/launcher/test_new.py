@@ -164,3 +164,11 @@ def test_what_cannot_be_begun_is_refused_and_nothing_is_written(
             (tmp_path / name / "config.json").write_text(config)
         assert says in refused(capsys, str(tmp_path / "new"), "--hf", str(tmp_path / name))
     assert not (tmp_path / "new").exists() and sorted(os.listdir(tmp_path / "full")) == ["notes.txt"]
+
+
+def test_the_next_command_is_quoted_where_the_folder_has_a_blank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a first run"
+    assert command.main(["new", str(folder)]) == 0
+    assert f"next: cd '{folder}' && python train.py" in capsys.readouterr().out
