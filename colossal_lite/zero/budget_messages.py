@@ -38,7 +38,7 @@ Forecast = Callable[..., Mapping[str, int] | None]
 with the mix of updates that the engine has found."""
 
 GAPS = 16
-"""One byte in so many is for what is not counted: of a budget, gaps between allocations."""
+"""One byte in so many is for uncounted ones: of a budget, gaps between allocations."""
 
 
 def room_problems(budget: int | None, device: torch.device) -> Iterator[Problem]:
