@@ -216,6 +216,19 @@ def _values(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def _hook(func: Any, args: Any, kwargs: Any) -> Any:
+    """A hook on a gradient sees that of the part. The proof shows whether the sum over ranks is that of one process."""
+    return func(*args, **kwargs)
+
+
+def _retain_grad(func: Any, args: Any, kwargs: Any) -> Any:
+    cut = args[0].cut
+    raise CutError(
+        f"retain_grad keeps a rank's part of a gradient{'' if cut is None else ', of its ' + cut.what}. Legal: no "
+        f"retain_grad, or register_hook with a function that is linear in the gradient"
+    )
+
+
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     """view, reshape, flatten, unflatten: elements stay in order, so the cut keeps its place among them."""
     x = args[0]
@@ -589,6 +602,8 @@ _RULES: dict[Any, Callable[[Any, Any, Any], Any]] = {
         ),
         _view,
     ),
+    Tensor.register_hook: _hook,
+    Tensor.retain_grad: _retain_grad,
     **dict.fromkeys((Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to), _expand),
     **dict.fromkeys(
         (

@@ -72,7 +72,18 @@ def few_words() -> nn.Module:
     return nn.Sequential(nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 8)).double()
 
 
+class HookedAttention(EinopsAttention):
+    """A hook on the gradient of an activation that is linear, and acts on each token alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda dy: 0.5 * dy)
+        return y
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "a hook on activations": lambda: built(HookedAttention),
     **STYLES,
     "torch's attention with dropout and a mask": lambda: built(DroppingAttention),
     "a loss of its own": lambda: built(EinopsAttention, OwnLoss),
@@ -133,6 +144,7 @@ ON: dict[str, tuple[str, int, dict[str, Any]]] = {
     "Hugging Face's, with its dropout": ("Hugging Face", 2, dict(mode="ring")),
     "tokens alone, few words": ("tokens alone, few words", 2, dict(mode="ring")),
     "its own loss": ("a loss of its own", 2, dict(mode="ring")),
+    "a hook on activations": ("a hook on activations", 2, dict(mode="ring")),
     "einsum and ALiBi, products kept": ("interleaved, ALiBi", 2, dict(mode="ulysses")),
     "rotary, products kept": ("grouped, rotary", 4, dict(mode="usp", ulysses=2)),
 }
@@ -188,9 +200,34 @@ class Averages(nn.Module):
         return x + x.mean(1, keepdim=True)
 
 
+class HookAcrossTokens(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = 1.0 * x
+        if y.requires_grad:
+            y.register_hook(lambda dy: dy.cumsum(1))
+        return y
+
+
+class Retains(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = 1.0 * x
+        if y.requires_grad:
+            y.retain_grad()
+        return y
+
+
+def test_a_hook_on_activations_that_mixes_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="its loss is right, but the gradient of .* is not"):
+        on_ring(built(HookAcrossTokens))
+
+
 @pytest.mark.parametrize(
     ("attn", "words"),
     [
+        (
+            Retains,
+            "retain_grad keeps a rank's part of a gradient, of its tokens. Legal: no retain_grad, or register_hook",
+        ),
         (Shifts, "0 to 7 of 8 tokens, of which a rank has a part"),
         (Averages, "mean of .*cannot be computed on a part"),
     ],
