@@ -105,10 +105,18 @@ class MessageMeta:
     def __str__(self) -> str:
         keys = self.keys if isinstance(self.keys, tuple) else ("",) * len(self.tensors)
         rows = zip(keys, self.tensors, strict=True)
-        return " and ".join(
+        told = " and ".join(
             f"{key}{' ' * bool(key)}{list(shape)} {dtype}{'' if takes else ' without gradient'}"
             for key, (dtype, shape, takes) in rows
         )
+        return f"a tuple of {told or 'nothing'}" if isinstance(self.keys, int) else told
+
+    def legal_beside(self, agreed: MessageMeta) -> str:
+        """What to do where a message has this form, and another one is agreed."""
+        forms = [(form.keys, [row[:2] for row in form.tensors]) for form in (self, agreed)]
+        if forms[0] == forms[1]:  # but for gradients
+            return "parameters that are frozen before the first step, not between two (requires_grad_(False))"
+        return "tensors that follow from the shape of the inputs alone"
 
     def packed(self, tensors: Sequence[Tensor]) -> Any:
         if self.keys is None:
@@ -415,7 +423,7 @@ class _Step:
         if form != agreed:
             raise ValueError(
                 f"parallel.pipeline: stage {stage} passes on {form} for micro-batch {micro_batch}, where {agreed} is "
-                f"agreed; legal: what follows from the shape of the inputs alone"
+                f"agreed; legal: {form.legal_beside(agreed)}"
             )
         # A tensor that a stage passes on unchanged is in a slot, which is reused before this message is sent.
         slots = {flat.untyped_storage().data_ptr() for _, flat in self.lent.get(subject, ())}

@@ -532,6 +532,50 @@ def test_a_message_of_another_form_than_is_agreed_is_told_by_its_stage(
     )
 
 
+def freezes_late(env: RankEnv, when: int) -> list[Any]:
+    """Losses of two steps of zb-v; before step `when` (-1: before initialize) the table, a stage of its own, is
+    frozen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(37, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    model.append(nn.Linear(8, 37))
+    given: list[Any] = []
+    pipeline = dict(size=2, schedule="zb-v", micro_batches=2, partition=(1,) * 4)
+    settings = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), timeout_s=30)
+    with env.launch(
+        settings | (dict(parallel=dict(pipeline=pipeline)) if env.world_size > 1 else {})
+    ) as context:
+
+        def freeze(now: int) -> None:
+            for name, parameter in model.named_parameters():
+                if now == when and name == "0.weight":
+                    parameter.requires_grad_(False)
+
+        freeze(-1)
+        engine = cl.initialize(model, context=context)
+        try:
+            for step in range(2):
+                freeze(step)
+                generator = torch.Generator().manual_seed(step)
+                batch = torch.randint(37, (2, 4, 6), generator=generator)
+                given.append(float(engine.train_step((batch[0], batch[1])).loss))
+        except (ValueError, CommError) as error:
+            given.append(str(error))
+    return given
+
+
+def test_a_stage_that_is_frozen_between_two_steps_is_refused_with_what_to_do() -> None:
+    said = run_world(freezes_late, 2, 1)[0]
+    words = "stage 0 passes on [2, 6, 8] float64 without gradient for micro-batch 0, where [2, 6, 8] float64 is agreed"
+    legal = "legal: parameters that are frozen before the first step, not between two (requires_grad_(False))"
+    assert len(said) == 2 and words in said[1] and said[1].endswith(legal), said
+
+
+@pytest.mark.parametrize("when", [-1, 0])
+def test_a_stage_that_is_frozen_before_the_first_step_is_exact(when: int) -> None:
+    (truth,) = run_world(freezes_late, 1, when)
+    assert run_world(freezes_late, 2, when) == [pytest.approx(truth, rel=1e-12)] * 2
+
+
 # ---- what a rank holds and does ----
 
 
