@@ -11,7 +11,7 @@ import enum
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -26,6 +26,8 @@ from colossal_lite.config.schema import Legal
 if typing.TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+RANGES = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal", "string_too_short"})
+"""Errors of pydantic for a value beyond a bound."""
 WIDTH = 120  # characters of a value that a message shows
 
 
@@ -214,19 +216,45 @@ def _problem(
         return Problem(path, value, rule, legal or describe(field.annotation, field.metadata))
     names = choices(field.annotation)
     near = _nearest_value(str(value), names)  # a torch.dtype has a name too
-    if kinds & {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "string_too_short"}:
-        rule = "is out of range"
-    elif "finite_number" in kinds:
-        rule = "is not a finite number"
+    if entries := _wrong_entries(name, path, errors, value):
+        rule = entries
     elif kinds & {"missing", "too_long"} and isinstance(value, tuple):
         rule = f"has the wrong length, {len(value)}"
-    elif names and isinstance(value, str):
+    elif names and isinstance(value, str) and not kinds & RANGES:
         rule = "is not one of the legal values"
     else:
-        rule = f"has the wrong type, {type(value).__name__}"
+        rule = _wrong(value, kinds)
         if is_section(field.annotation) and (section := _as_section(field.annotation, path, value)):
             return Problem(path, value, rule, section)
     return Problem(path, value, rule, describe(field.annotation, field.metadata), near and repr(near))
+
+
+def _wrong_entries(name: str, path: str, errors: Sequence[ErrorDetails], value: object) -> str:
+    """Which entries of a list or dict are wrong, and how, or "". Of an entry with parts, the parts."""
+    found: dict[str, tuple[object, set[str]]] = {}
+    for details in errors:
+        entry, where = value, name
+        for step in details["loc"][path.count(".") + 1 :]:  # tags of unions are between
+            if isinstance(entry, Mapping) and step in entry:
+                entry, where = entry[step], f"{where}[{step!r}]"
+            elif isinstance(entry, tuple) and isinstance(step, int) and step < len(entry):
+                entry, where = entry[step], f"{where}[{step}]"
+        if where != name:
+            kind = "unknown_key" if details["loc"][-1] == "[key]" else details["type"]
+            found.setdefault(where, (entry, set()))[1].add(kind)
+    parts = [each for each in found if not any(other.startswith(f"{each}[") for other in found)]
+    return " and ".join(f"{each} = {shown(found[each][0])} {_wrong(*found[each])}" for each in parts)
+
+
+def _wrong(value: object, kinds: Collection[str]) -> str:
+    """The fault of a value, by the kinds of pydantic's errors."""
+    if "unknown_key" in kinds:
+        return "is an unknown key"
+    if RANGES.intersection(kinds):
+        return "is out of range"
+    if "finite_number" in kinds:
+        return "is not a finite number"
+    return f"has the wrong type, {type(value).__name__}"
 
 
 def _nearest_value(value: str, names: tuple[str, ...]) -> str | None:

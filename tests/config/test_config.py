@@ -353,6 +353,26 @@ def test_a_missing_file_is_named_with_its_neighbour(tmp_path: Path) -> None:
         Config.load(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        ("optimizer.betas", [0.9, "x"], "betas[1] = 'x' has the wrong type, str; legal: a list of 2: a number >= 0"),
+        ("optimizer.betas", [1.5, None], "betas[0] = 1.5 is out of range and betas[1] = None has the wrong type"),
+        ("optimizer.betas", [float("nan"), 0.9], "betas[0] = nan is not a finite number; legal: "),
+        ("optimizer.groups", [dict(match="*", betas=["x", 0])], "groups.0.betas = ('x', 0): betas[0] = 'x' has the"),
+        ("parallel.pipeline", dict(size=2, partition=[1, 1.5]), "partition[1] = 1.5 has the wrong type, float"),
+        ("memory.update_on", dict(every="2"), "update_on['every'] = '2' has the wrong type, str; legal: 'device'"),
+        ("memory.update_on", dict(host=[0, "a"]), "update_on['host'][1] = 'a' has the wrong type, str"),
+        ("memory.update_on", dict(host=float("inf")), "update_on['host'] = inf is not a finite number"),
+        ("memory.update_on", dict(hosts=0.5), "update_on['hosts'] = 0.5 is an unknown key; legal: 'device'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_entry_of_a_list_or_dict_is_named(path: str, value: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load({path: value})
+    assert told in str(caught.value), caught.value
+
+
 # --------------------------------------------------------------------------------------------- command line
 
 
