@@ -33,7 +33,7 @@ from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built, GlobalNames
 from colossal_lite.engine.model_structure import check_lazy, check_storages, is_in_parts
-from colossal_lite.engine.rank_comparison import recomputes, splits
+from colossal_lite.engine.rank_comparison import RanksDifferError, frozen_apart, recomputes, splits
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk, state_base
@@ -151,8 +151,7 @@ def _initialize(
     # a batch of a criterion may have any inputs, and `plan` takes ids
     forecast_batch = None if callable(criterion) else _forecast_batch(model, context, plan)
     originals = dict(module.named_parameters())
-    if recipes is None:
-        _assert_same_on_all_ranks(module, context)
+    _assert_same_on_all_ranks(module, context, values=recipes is None)
     micro_batch = _first_micro_batch(example, module, facts, context, reader_of(loss))
     sections = traced_units(module, micro_batch) if context.config.parallel.pipeline.is_staged else None
     parallelized = _swap_layers(module, context, plan, streams, loss)
@@ -593,17 +592,20 @@ def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) ->
             owner._parameters[name] = real[id(parameter)]
 
 
-def _assert_same_on_all_ranks(module: nn.Module, context: Context) -> None:
-    """Refuse a module whose values differ between the ranks, naming the first tensor and the ranks."""
+def _assert_same_on_all_ranks(module: nn.Module, context: Context, *, values: bool) -> None:
+    """Refuse a module whose frozen parameters, or `values`, differ between the ranks, naming the first tensor and the
+    ranks."""
     if context.world_size == 1:
         return
     digests = {
         name: hashlib.blake2b(
             to_host(value).contiguous().view(-1).view(torch.uint8).numpy().data, digest_size=8
         ).hexdigest()
-        for name, value in module.state_dict().items()
+        for name, value in (module.state_dict() if values else {}).items()
     }
-    rows = context.mesh.world.gather_json(digests)
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    told = context.mesh.world.gather_json(dict(digests=digests, frozen=frozen))
+    rows = [row["digests"] for row in told]
     for name in {name: None for row in rows for name in row}:
         seen = [row.get(name, "absent") for row in rows]
         if len(set(seen)) > 1:
@@ -612,3 +614,6 @@ def _assert_same_on_all_ranks(module: nn.Module, context: Context) -> None:
                 f"model: {name} on ranks {odd} differs from rank 0; build it from one seed on every rank, or pass "
                 f"a callable to initialize"
             )
+    for rank, row in enumerate(told):
+        if fault := frozen_apart(0, told[0]["frozen"], rank, row["frozen"]):
+            raise RanksDifferError(fault)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +116,7 @@ class RankComparison:
             for path, module in self.model.named_modules()
             for name in module._buffers
         }
+        self._parameters = dict(self.model.named_parameters())
 
     # ---- the compared values ----
 
@@ -230,6 +232,8 @@ class RankComparison:
             total += fingerprint(counts) * self._factor(*AXES)
         if self._left:
             total += self._left * self._factor(*AXES)
+        if factor := self._factor(*STAGE):
+            total += crc32(bytes(p.requires_grad for p in self._parameters.values())) * factor
         if self._changed:
             total += 1 if self.cuts else self._buffer_mark() * self._factor(*STAGE)
         return total
@@ -246,6 +250,7 @@ class RankComparison:
             or _read_fault(told)
             or _batch_fault(told)
             or _buffer_fault(told, self.cuts)
+            or _frozen_fault(told)
         ):
             raise RanksDifferError(fault)
         return apart - float(sum(row["read_term"] for row in told))
@@ -281,6 +286,7 @@ class RankComparison:
         return dict(
             coords, batches=batches, reads=reads, buffers=marks, left=self._left, read_term=self._read_term(),
             weights=[counts.tolist() for counts in self._weights],
+            frozen=[name for name, p in self._parameters.items() if not p.requires_grad],
         )  # fmt: skip
 
 
@@ -363,6 +369,28 @@ def _other_read(first: Mapping[str, Any], other: Mapping[str, Any], rank: int) -
         early, late = (0, rank) if ends[0] < ends[1] else (rank, 0)
         return f"ends after {min(ends)} samples of the run on rank {early}, and goes on on rank {late}"
     return ""
+
+
+def _frozen_fault(told: Sequence[Mapping[str, Any]]) -> str:
+    """The message for the first parameter that trains on one rank and not on another with the same stages, or ""."""
+    first_of: dict[int, int] = {}
+    for rank, row in enumerate(told):
+        first = first_of.setdefault(row["pipeline"], rank)
+        if fault := frozen_apart(first, told[first]["frozen"], rank, row["frozen"]):
+            return f"{fault}. Nothing was updated"
+    return ""
+
+
+def frozen_apart(one: int, frozen: Sequence[str], other: int, beside: Sequence[str]) -> str:
+    """The message for a parameter that is frozen on one of two ranks alone, or ""."""
+    apart = [name for name in (*frozen, *beside) if (name in frozen) != (name in beside)]
+    if not apart:
+        return ""
+    trains, rests = (other, one) if apart[0] in frozen else (one, other)
+    return (
+        f"model: {apart[0]} trains on rank {trains}, and is frozen on rank {rests} (requires_grad=False). Legal: the "
+        f"same parameters frozen on every rank"
+    )
 
 
 def _shown(seen: Mapping[str, Any] | None) -> str:

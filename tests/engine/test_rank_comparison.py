@@ -125,6 +125,60 @@ def test_a_buffer_that_is_written_to_and_keeps_its_value_is_not_changed() -> Non
     assert run_world(counted, 2, False, dict(gradient_accumulation=2), 0.0) == [("", 0.0)] * 2
 
 
+# ---- frozen parameters ----
+
+FROZEN: dict[str, dict[str, Any]] = {
+    "data": {},
+    "ZeRO-3": dict(zero=dict(stage=3)),
+    "tensor": dict(parallel=dict(tensor=2)),
+    "updates in backward": dict(optimizer=dict(type="sgd", lr=0.1, update_when="backward")),
+}
+
+
+def frozen(env: RankEnv, config: dict[str, Any], ranks: tuple[int, ...], step: int) -> list[Any]:
+    """Losses of three steps; before `step` these ranks freeze the table. -1: before initialize."""
+    torch.manual_seed(0)
+    model, given = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)), list[Any]()
+    with env.launch(SGD | config) as context:
+        cut = context.local_batch(4)
+
+        def run() -> None:
+            if step == -1 and env.rank in ranks:
+                model[0].requires_grad_(False)
+            engine = cl.initialize(model, context=context)
+            for number in range(3):
+                if number == step and env.rank in ranks:
+                    model[0].requires_grad_(False)
+                inputs, labels = batch_of(number)
+                given.append(float(engine.train_step((inputs[cut], labels[cut])).loss))
+
+        told = told_of(run)
+    return [told, *given]
+
+
+@pytest.mark.parametrize("mode", FROZEN)
+def test_a_parameter_frozen_on_one_rank_is_refused_on_every_rank_before_training(mode: str) -> None:
+    for found in run_world(frozen, 2, FROZEN[mode], (1,), -1):
+        assert found == [
+            "model: 0.weight trains on rank 0, and is frozen on rank 1 (requires_grad=False). Legal: the same "
+            "parameters frozen on every rank"
+        ]
+
+
+@pytest.mark.parametrize("mode", ["data", "ZeRO-3", "updates in backward"])
+def test_one_frozen_on_one_rank_between_two_steps_is_refused_on_every_rank(mode: str) -> None:
+    for told, *losses in run_world(frozen, 2, FROZEN[mode], (0,), 1):
+        assert told.startswith("model: 0.weight trains on rank 1, and is frozen on rank 0"), told
+        assert len(losses) == 1
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_one_frozen_on_every_rank_trains_as_in_one_process(step: int) -> None:
+    ((_, *truth),) = run_world(frozen, 1, {}, (0,), step)
+    for told, *losses in run_world(frozen, 2, {}, (0, 1), step):
+        assert not told and losses == pytest.approx(truth, rel=1e-12)
+
+
 # ---- fingerprints ----
 
 DTYPES = [torch.int64, torch.int32, torch.float64, torch.float32, torch.bfloat16, torch.bool]
