@@ -30,6 +30,7 @@ from colossal_lite.distributed.key_value_store import LimitedStore
 from colossal_lite.distributed.progress import reason_of
 from colossal_lite.engine.determinism import refused_by_name
 from colossal_lite.engine.stopping import Stopped, StopSignals, worker_died
+from colossal_lite.numerics.torch_modes import outside_inference
 
 Held = TypeVar("Held")
 
@@ -241,7 +242,11 @@ def noting_faults(
     @wraps(call)
     def noting(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
         what = {"__call__": "engine(x)"}.get(call.__name__, call.__name__)
-        with self.mesh.engine_call(what, gives_up=what == "zero_grad"), refused_by_name():
+        with (
+            self.mesh.engine_call(what, gives_up=what == "zero_grad"),
+            refused_by_name(),
+            outside_inference(),
+        ):
             return call(self, *args, **kwargs)
 
     return noting

@@ -57,7 +57,7 @@ from colossal_lite.memory.packing import stages_of
 from colossal_lite.memory.pinned import give_back_freed
 from colossal_lite.numerics.lr_schedules import learning_rate_factor
 from colossal_lite.numerics.precision import LossScale
-from colossal_lite.numerics.torch_modes import naming_transforms
+from colossal_lite.numerics.torch_modes import naming_transforms, outside_inference, refuse_without_gradients
 from colossal_lite.observe.memory_timeline import MemoryTimeline
 from colossal_lite.observe.schedule_report import ScheduleReport
 from colossal_lite.observe.tables import Rows
@@ -316,6 +316,7 @@ class Engine:
 
     # ---- full tensors ----
 
+    @outside_inference()
     def full_gradients(self) -> dict[str, Tensor]:
         """Gradients of the global mean loss, unclipped, by the serial model's parameter names.
 
@@ -332,16 +333,19 @@ class Engine:
             self._hooks.held.hold()
         return self._state.full_gradients()
 
+    @outside_inference()
     def full_state_dict(self) -> dict[str, Tensor]:
         """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype, frozen ones in
         their own. Collective."""
         return self._state.full_state_dict()
 
+    @outside_inference()
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """For each trainable parameter its state tensors in its own shape, and `step`, the updates it has taken.
         Collective."""
         return self._state.full_optimizer_state()
 
+    @outside_inference()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set all parameters and buffers from a serial state dict.
 
@@ -351,6 +355,7 @@ class Engine:
 
     # ---- checkpoints ----
 
+    @outside_inference()
     def save(
         self, directory: str | Path, *, samples: int | None = None, extra: Mapping[str, Any] | None = None
     ) -> Saving:
@@ -363,6 +368,7 @@ class Engine:
         """
         return self._state.save(Path(directory), samples=samples, extra=extra)
 
+    @outside_inference()
     def load(self, directory: str | Path) -> Loaded:
         """Continue from the newest whole checkpoint in `directory`, or from `directory` if it is one. Collective.
 
@@ -375,6 +381,7 @@ class Engine:
         self._comparison.restart()
         return loaded
 
+    @outside_inference()
     def resume(self, directory: str | Path) -> Loaded | None:
         """`load`, or None if `directory` holds no checkpoint yet."""
         loaded = self._state.load(Path(directory), missing_ok=True)
@@ -453,6 +460,7 @@ class Engine:
         """Payload bytes and calls per (operation, axis) since the last step began."""
         return self.mesh.ledger
 
+    @outside_inference()
     def close(self) -> None:
         """Remove the hooks from the model; its parameters keep their values. Waits for a save in flight.  At
         `zero.stage=3`, weights that rest on the host are whole there. With a store, all state is in it afterwards, for
@@ -489,6 +497,7 @@ class Engine:
 
     def _begin(self, batch: Any) -> tuple[Batch, ...]:
         self._refuse_closed("forward_backward")
+        refuse_without_gradients("forward_backward")
         self.mesh.progress.phase = "batch"
         self._state.refuse_mixed("forward_backward")
         self._state.refuse_changed("forward_backward")

@@ -46,6 +46,7 @@ from colossal_lite.numerics.lr_schedules import told_of_end
 from colossal_lite.numerics.optimizers import assign_groups, check_whole_tensors, groups_of
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
+from colossal_lite.numerics.torch_modes import outside_inference
 from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.layer_swap import cut_range
 from colossal_lite.parallel.loss import Criterion, Loss, checked, reader_of
@@ -117,17 +118,11 @@ def initialize(
     else:
         records = store.open(task, beside=context.device)
     try:
-        return _initialize(
-            model,
-            context,
-            criterion,
-            plan,
-            optimizer,
-            example,
-            directory,
-            records,
-            outlives=store is not None and store.parks,
-        )
+        with outside_inference():
+            return _initialize(
+                model, context, criterion, plan, optimizer, example, directory, records,
+                outlives=store is not None and store.parks,
+            )  # fmt: skip
     except BaseException:
         records.give_up()
         if isinstance(model, nn.Module):

@@ -127,8 +127,15 @@ def is_in_parts(model: nn.Module) -> bool:
 
 
 def check_lazy(module: nn.Module) -> None:
-    """Raises ValueError for a module whose parameters get their shapes in its first forward."""
+    """Raises ValueError for a module whose parameters get their shapes in its first forward. Also for one whose tensors
+    no update may change."""
     for name, owner in module.named_modules():
+        for tensor in (*owner._parameters.values(), *owner._buffers.values()):
+            if tensor is not None and not is_lazy(tensor) and tensor.is_inference():
+                raise ValueError(
+                    f"model: {name or 'it'} ({type(owner).__name__}) was built within torch.inference_mode, whose "
+                    f"tensors do not train; legal: a model that is built outside of it"
+                )
         if any(map(is_lazy, (*owner._parameters.values(), *owner._buffers.values()))):
             raise ValueError(
                 f"model: {name or 'it'} is a {type(owner).__name__}, whose parameters have no shape yet. Legal: run "

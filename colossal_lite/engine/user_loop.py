@@ -24,6 +24,7 @@ from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.engine.step_totals import OpenStep
+from colossal_lite.numerics.torch_modes import refuse_without_gradients
 from colossal_lite.parallel.loss import logits_of, with_logits
 from colossal_lite.parallel.model_loss import CLEAR_NAMES
 from colossal_lite.parallel.whole_sizes import without_parts
@@ -176,6 +177,7 @@ class UserLoop:
                 "backward: the loss has no graph, so nothing would train; legal: a loss of the outputs of engine(x), "
                 "outside of no_grad"
             )
+        refuse_without_gradients("backward")
         if step.totals is not None:
             raise ValueError(
                 "backward: the gradients of this step are summed already, by full_gradients; legal: step, or zero_grad"

@@ -35,6 +35,26 @@ def without_modes() -> Iterator[None]:
 
 
 @contextmanager
+def outside_inference() -> Iterator[None]:
+    """Context without torch.inference_mode, if it is on. A tensor that is allocated in it takes no later update.
+    Gradients stay off."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def refuse_without_gradients(what: str) -> None:
+    """Raises ValueError where a call that computes gradients is made while torch computes none."""
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            f"{what}: within torch.no_grad or torch.inference_mode, where there are no gradients. Legal: outside of "
+            f"both, or eval_step"
+        )
+
+
+@contextmanager
 def naming_transforms() -> Iterator[None]:
     """Around a model's forward. Raises ValueError, with legal ways, for transforms of torch.func beside hooks of saved
     tensors."""
