@@ -27,6 +27,7 @@ from colossal_lite.parallel.swap_checks import (
     linear_faults,
     parameter_hook_faults,
     position_faults,
+    requires_gradients,
 )
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import Dim, Factor, Partial, Placements, ShardSpec, dims_of
@@ -40,6 +41,10 @@ LEGAL = {
     "embedding": "an nn.Embedding without max_norm, scale_grad_by_freq, sparse and hooks",
     "position": "an nn.Embedding without max_norm, scale_grad_by_freq and sparse",
 }
+LEGAL_CHECKPOINTING = (
+    "; or model.disable_input_require_grads() behind gradient_checkpointing_enable(), or activation_checkpoint of the "
+    "config in its place"
+)
 TOKENS_CUT: Placements = (("data", Partial), ("sequence", Partial))
 
 
@@ -144,6 +149,7 @@ class Swap(ABC):
         faults = [
             f"{name} ({type(owners[name]).__name__}): {words}, which no layer in its place carries; legal in the role "
             f"{self.roles[name].name}: {LEGAL.get(self.roles[name].name, 'a module without it')}"
+            f"{LEGAL_CHECKPOINTING if requires_gradients(owners[name]) else ''}"
             for name, words in found
         ]
         return [*faults, *parameter_hook_faults(self.module)]

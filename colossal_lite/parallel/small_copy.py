@@ -25,7 +25,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from colossal_lite.parallel.narrowing import Narrowing
 from colossal_lite.parallel.roles import Role
@@ -50,13 +52,30 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
+        if func in (Tensor.backward, torch.autograd.grad):
+            return self._differentiated(func, *args, **kwargs)
         wide = [torch.float64 if self._is_narrow(a) else a for a in args]
         return func(
             *wide, **{k: torch.float64 if self._is_narrow(v) else v for k, v in (kwargs or {}).items()}
         )
 
+    def _differentiated(
+        self, func: Any, outputs: Any, *inputs: Any, gradient: Any = None, **more: Any
+    ) -> Any:
+        """A backward within this mode, as it may run a forward again (activation checkpointing). Torch leaves a mode
+        for calls with tensors, and not for calls with edges of the graph."""
+        with self:
+            if func is torch.autograd.grad:
+                return func(*tree_map_only(Tensor, _edge, (outputs, *inputs)), **more)
+            gradient = torch.ones_like(outputs) if gradient is None else gradient
+            return torch.autograd.backward(_edge(outputs), gradient, **more)
+
     def _is_narrow(self, value: Any) -> bool:
         return isinstance(value, torch.dtype) and value in self.NARROW
+
+
+def _edge(x: Tensor) -> Any:
+    return get_gradient_edge(x) if x.requires_grad else x
 
 
 class Plainly(Wide):

@@ -115,6 +115,12 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, kind) for kind in HOOKS)
 
 
+def requires_gradients(module: nn.Module) -> bool:
+    """Whether a hook of Hugging Face's `enable_input_require_grads` is on a module."""
+    names = (getattr(hook, "__qualname__", "") for hook in module._forward_hooks.values())
+    return any("enable_input_require_grads" in name for name in names)
+
+
 def hook_faults(module: nn.Module) -> Iterator[str]:
     """Hooks that a layer in the module's place would not run."""
     yield from (words for kind, words in HOOKS.items() if getattr(module, kind))

@@ -12,6 +12,10 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
@@ -51,6 +55,62 @@ def test_dropout_of_gpt2_is_exact_where_activations_are_cut_and_where_they_are_w
 @pytest.mark.parametrize("family", ["hf-gpt2", "hf-llama"])
 def test_a_callable_is_built_on_meta_and_its_initialisers_replayed(family: str) -> None:
     assert_parity(CASES["tensor 2"], family=family, tied=family == "hf-gpt2", steps=1)
+
+
+# ---- gradient checkpointing of its own ----
+
+
+def checkpointed(env: RankEnv, family: str, how: str, config: dict[str, Any]) -> tuple[str, list[float], Any]:
+    """The error, or the losses of two steps and the gradients of the last. `how`: the model's own checkpointing."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = dict(vocab_size=37, bos_token_id=None, eos_token_id=None)
+    if family == "hf-gpt2":
+        sizes = dict(
+            n_positions=16, n_embd=16, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+        model: Any = GPT2LMHeadModel(GPT2Config(**sizes, **shape)).double()
+    else:  # with its own norm, which computes in float32
+        sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **shape)).double()
+    if how:
+        model.gradient_checkpointing_enable()
+    if how == "without the hook":
+        model.disable_input_require_grads()
+    settings = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), timeout_s=60) | config
+    losses, gradients = [], {}
+    with env.launch(settings) as context:
+        try:
+            engine = cl.initialize(model, context=context)
+            for step in range(2):
+                ids = torch.randint(37, (4, 9), generator=torch.Generator().manual_seed(step))
+                losses.append(
+                    float(engine.forward_backward((ids[:, :-1].contiguous(), ids[:, 1:].contiguous())))
+                )
+                gradients = engine.full_gradients()
+                engine.step()
+        except ValueError as error:
+            return str(error), [], {}
+    return "", losses, gradients
+
+
+@pytest.mark.parametrize("family", ["hf-gpt2", "hf-llama"])
+def test_checkpointing_of_its_own_on_a_tensor_axis_changes_no_number(family: str) -> None:
+    tensor = dict(parallel=dict(tensor=2))
+    told, losses, truth = run_world(checkpointed, 2, family, "", tensor)[0]
+    assert not told
+    for ways in (("without the hook", tensor), ("", tensor | dict(activation_checkpoint="full"))):
+        for said, theirs, gradients in run_world(checkpointed, 2, family, *ways):
+            assert not said and theirs == pytest.approx(losses, rel=1e-12), said
+            assert all(relative_error(gradients[name], truth[name], 1.0) < 1e-10 for name in truth)
+
+
+def test_the_hook_of_its_checkpointing_is_refused_on_a_tensor_axis_with_two_ways_that_work() -> None:
+    for told, *_ in run_world(checkpointed, 2, "hf-gpt2", "with the hook", dict(parallel=dict(tensor=2))):
+        assert "transformer.wte (Embedding): a forward hook" in told
+        assert (
+            "or model.disable_input_require_grads() behind gradient_checkpointing_enable(), or activation_"
+            in told
+        )
 
 
 # ---- a sequence axis ----
