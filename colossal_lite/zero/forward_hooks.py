@@ -27,6 +27,7 @@ from colossal_lite.numerics.torch_modes import storage_of, without_modes
 from colossal_lite.schedule.plan import Action
 from colossal_lite.zero.deferred_updates import DeferredUpdates
 from colossal_lite.zero.outside_reads import OutsideReads
+from colossal_lite.zero.parameter_order import own_parameters
 
 
 class ForwardGates:
@@ -59,7 +60,7 @@ class ForwardGates:
         self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad and n not in hidden}
         self._handles: list[Any] = []
         for owner in module.modules():
-            own = [names[id(p)] for p in owner.parameters(recurse=False)]
+            own = [names[id(p)] for p in own_parameters(owner)]
             needed = tuple(dict.fromkeys(chunk_of[name] for name in own if name in chunk_of))
             if needed:
                 self._handles += self._gates(owner, needed)

@@ -25,7 +25,21 @@ from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.models import GPT
 
 V = TypeVar("V")
+PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
 TOKENS = 8  # of the ids that are sent through: as few as positions, masks and windows allow
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a forward of this module may read: its own, and those in lists of parameters that it has,
+    which are no calls."""
+    if isinstance(module, PARAMETER_LISTS):
+        return []
+    left, found = [module], list[nn.Parameter]()
+    while left:
+        owner = left.pop()
+        found += owner.parameters(recurse=False)
+        left += [child for child in owner.children() if isinstance(child, PARAMETER_LISTS)]
+    return found
 
 
 def order_of_use(module: nn.Module) -> tuple[str, ...] | None:
@@ -39,7 +53,7 @@ def order_of_use(module: nn.Module) -> tuple[str, ...] | None:
     found: dict[str, None] = {}
 
     def note(owner: nn.Module, args: Any) -> None:
-        found.update(dict.fromkeys(names[id(p)] for p in owner.parameters(recurse=False)))
+        found.update(dict.fromkeys(names[id(p)] for p in own_parameters(owner)))
 
     handles = [owner.register_forward_pre_hook(note) for owner in module.modules()]
     was_training = module.training
@@ -84,7 +98,7 @@ def warn_if_out_of_order(module: nn.Module, packed: Sequence[ChunkSpec], names: 
                 handle.remove()
 
     for owner in module.modules():
-        own = [names[id(p)] for p in owner.parameters(recurse=False) if id(p) in names]
+        own = [names[id(p)] for p in own_parameters(owner) if id(p) in names]
         needed = frozenset(chunk_of[name] for name in own if name in chunk_of)
         if needed:
             handles.append(owner.register_forward_pre_hook(partial(note, needed)))

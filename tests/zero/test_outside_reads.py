@@ -37,6 +37,9 @@ class Reads(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         if way == "before the blocks":
             self.scale = nn.Parameter(torch.rand(WIDTH))
+        if way == "lists":
+            first = nn.ParameterList([torch.rand(WIDTH)])
+            self.scales = nn.ParameterDict(dict(first=first, last=nn.Parameter(torch.rand(WIDTH))))
         if way.startswith("written"):
             self.count = nn.Parameter(torch.zeros(()), requires_grad=False)
         self.codes = nn.Embedding(CODES, WIDTH)
@@ -70,6 +73,8 @@ class Reads(nn.Module):
             x = x * self.codes.weight.abs().max()
         for block in self.blocks:
             x = block(x)
+            if self.way == "lists":
+                x = x * self.scales["first"][0] + self.scales["last"]
         logits: Tensor = self.head(x)
         return logits
 
@@ -256,6 +261,25 @@ def test_at_stage_3_a_read_outside_the_owner_is_refused_by_name(way: str) -> Non
 def test_at_stage_3_what_reads_no_value_is_exact() -> None:
     for got in run_world(parallel, 2, "shape", dict(zero=dict(stage=3))):
         assert_serial(got, "shape")
+
+
+@pytest.mark.parametrize("axes", [dict(), dict(tensor=2)], ids=str)
+def test_at_stage_3_lists_of_parameters_are_exact(axes: dict[str, int]) -> None:
+    """Nobody calls an nn.ParameterList: its weights are there where those of its owner are."""
+    for recomputes in ("none", "full"):
+        more = dict(zero=dict(stage=3), parallel=axes, activation_checkpoint=recomputes)
+        for got in run_world(listed, 2, more):
+            assert_serial(got, "lists")
+
+
+def listed(env: RankEnv, more: dict[str, Any]) -> tuple[list[float], float, dict[str, Tensor]]:
+    """As `parallel`, where data ranks alone have parts of a batch."""
+    with env.launch(SGD | dict(memory=dict(chunk_bytes=256)) | more) as context:
+        engine = cl.initialize(model("lists"), context=context)
+        cut = context.local_batch(4)
+        losses = [float(engine.train_step((x[cut], y[cut])).loss) for x, y in batches(WORDS, STEPS)]
+        inputs, labels = batches(WORDS, STEPS)[0]
+        return losses, float(engine.eval_step((inputs[cut], labels[cut]))), engine.full_state_dict()
 
 
 def told_of_parallel(env: RankEnv, way: str, more: dict[str, Any]) -> str:
