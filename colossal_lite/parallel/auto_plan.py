@@ -2,11 +2,11 @@
 
 Note: how roles are found.
 A table that is called with the ids is a token embedding; any other table holds positions.  The head is the last linear
-as wide as the logits.  Blocks are the children of a list of modules of one class.  Within a block a pair of linears
-is found by gradients.  The inputs of a linear are cut into parts, and each part is traced to the rows of earlier
-linears. If each part needs rows of its own, the earlier linear is `colwise` and this one `rowwise`.  The order of the
-rows shows the blocks of a fused weight.  If parts need the same rows (heads that do not divide, experts), the pair is
-left whole. A plan that is found so is only a proposal: `plan_proof` proves it.
+as wide as the logits, or as there are words.  Blocks are the children of a list of modules of one class.  Within a
+block a pair of linears is found by gradients.  The inputs of a linear are cut into parts, and each part is traced to
+the rows of earlier linears. If each part needs rows of its own, the earlier linear is `colwise` and this one `rowwise`.
+The order of the rows shows the blocks of a fused weight.  If parts need the same rows (heads that do not divide,
+experts), the pair is left whole. A plan that is found so is only a proposal: `plan_proof` proves it.
 """
 
 from __future__ import annotations
@@ -226,13 +226,12 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _head(small: SmallCopy, calls: Sequence[_Call], blocks: Sequence[str], width: int | None) -> str | None:
-    """The last linear behind all blocks that is as wide as the logits; else that gives a number for each word."""
+    """The last linear behind all blocks that is as wide as the logits, or gives a number for each word."""
     prefixes = tuple(f"{block}." for block in blocks)
     last = max((place for place, call in enumerate(calls) if call.name.startswith(prefixes)), default=-1)
     rows = {m.num_embeddings for m in small.model.modules() if isinstance(m, nn.Embedding)}
-    behind = [(call.output.shape[-1], call.name) for call in reversed(calls[last + 1 :])]
-    of_logits = (name for outputs, name in behind if outputs == width)
-    return next(of_logits, next((name for outputs, name in behind if outputs in rows), None))
+    widths = {width, *rows}
+    return next((c.name for c in reversed(calls[last + 1 :]) if c.output.shape[-1] in widths), None)
 
 
 # ---- pairs ----
