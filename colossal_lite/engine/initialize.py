@@ -599,7 +599,8 @@ def _assert_same_on_all_ranks(module: nn.Module, context: Context, *, values: bo
         for name, value in (module.state_dict() if values else {}).items()
     }
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    told = context.mesh.world.gather_json(dict(digests=digests, frozen=frozen))
+    with context.mesh.world.ledger.paused():
+        told = context.mesh.world.gather_json(dict(digests=digests, frozen=frozen))
     rows = [row["digests"] for row in told]
     for name in {name: None for row in rows for name in row}:
         seen = [row.get(name, "absent") for row in rows]

@@ -29,6 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from colossal_lite.numerics.torch_modes import tensors_in
 from colossal_lite.parallel.narrowing import Narrowing
 from colossal_lite.parallel.roles import Role
 from colossal_lite.transforms.activation_checkpoint import blocks_of
@@ -52,7 +53,7 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
             return args[0].double()
-        if func in (Tensor.backward, torch.autograd.grad):
+        if func in (Tensor.backward, torch.autograd.grad) and not any(x.is_meta for x in tensors_in(args)):
             return self._differentiated(func, *args, **kwargs)
         wide = [torch.float64 if self._is_narrow(a) else a for a in args]
         return func(
@@ -63,7 +64,7 @@ class Wide(TorchFunctionMode):
         self, func: Any, outputs: Any, *inputs: Any, gradient: Any = None, **more: Any
     ) -> Any:
         """A backward within this mode, as it may run a forward again (activation checkpointing). Torch leaves a mode
-        for calls with tensors, and not for calls with edges of the graph."""
+        for calls with tensors, and not for calls with edges of the graph. These fail for tensors on meta."""
         with self:
             if func is torch.autograd.grad:
                 return func(*tree_map_only(Tensor, _edge, (outputs, *inputs)), **more)
