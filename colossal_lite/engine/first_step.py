@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,14 +49,11 @@ class FirstStep:
             return
         before, numbers = states(self._devices), self._numbers()
         yield
-        if name := drawn_between(before, states(self._devices)):
-            raise ValueError(
-                f"model: its forward draws from {name}, so its numbers would depend on the number of "
-                "ranks. (torch.rand, bernoulli, dropout in an RNN, or a functional dropout in blocks that "
-                "compile='block' compiles do so). Legal: nn.Dropout, torch.nn.functional.dropout, "
-                "scaled_dot_product_attention with dropout_p, or a probability of 0. Or draw numbers before, and give "
-                "them to forward: engine(x, noise)"
-            )
+        self._refuse_draws(
+            before, "forward", "torch.rand, bernoulli, dropout in an RNN, or a functional dropout in blocks that "
+            "compile='block' compiles do so", "nn.Dropout, torch.nn.functional.dropout, scaled_dot_product_attention "
+            "with dropout_p, or a probability of 0. Or draw numbers before, and give them to forward: engine(x, noise)",
+        )  # fmt: skip
         after = self._numbers()
         self._changed |= {name for name, value in after.items() if numbers.get(name, value) != value}
         if stage is not None and self._splits:
@@ -73,12 +71,10 @@ class FirstStep:
             return
         before, numbers = states(self._devices), self._numbers()
         yield
-        if name := drawn_between(before, states(self._devices)):
-            raise ValueError(
-                f"model: its backward draws from {name}, so its numbers would depend on the number of ranks. (Noise of "
-                "a hook on a gradient, or of the backward of an autograd.Function, does so.) Legal: draw numbers "
-                "before, and give them to forward, which saves them for backward: engine(x, noise)"
-            )
+        self._refuse_draws(
+            before, "backward", "Noise of a hook on a gradient, or of the backward of an autograd.Function, does so",
+            "draw numbers before, and give them to forward, which saves them for backward: engine(x, noise)",
+        )  # fmt: skip
         if self._recomputes != "none":
             after = self._numbers()
             found = [name for name in self._changed if after.get(name) != numbers.get(name)]
@@ -86,6 +82,14 @@ class FirstStep:
                 self._refuse_count(
                     min(found), f"activation_checkpoint={self._recomputes!r} would change it twice"
                 )
+
+    def _refuse_draws(self, before: Mapping[str, Any], what: str, such: str, legal: str) -> None:
+        """Raises ValueError if a global generator has drawn since these states `before`."""
+        if name := drawn_between(before, states(self._devices)):
+            raise ValueError(
+                f"model: its {what} draws from {name}, so its numbers would depend on the number of ranks. ({such}.) "
+                f"Legal: {legal}"
+            )
 
     def _numbers(self) -> Numbers:
         return {

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossal_lite.kernels import TORCH, Ops
 from colossal_lite.kernels.philox import Rows, SampleDim, inverse_erf
+from colossal_lite.numerics.torch_modes import DispatchMode
 
 aten = torch.ops.aten
 
@@ -217,19 +217,15 @@ _FACTORIES: dict[Any, tuple[str, tuple[float, ...]]] = {
 _OUT_OF_PLACE: dict[Any, str] = {aten.mul.Tensor: "mul", aten.mul.Scalar: "mul", aten.add.Tensor: "add"}
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """Records the operations on storages from factory to registered parameter."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recipes: dict[int, Recipe] = {}  # by storage
         self.alive: list[Tensor] = []  # another tensor would get the address of a freed storage
         self.parameters: dict[int, str] = {}
         self.refused: list[str] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps the method below, which imports its compiler: 155 MB of each rank, and 2 s
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -379,12 +375,8 @@ def _hooks_of(recorder: _Recorder, thread: int) -> Iterator[None]:
         hook.remove()
 
 
-class _Undrawn(TorchDispatchMode):
+class _Undrawn(DispatchMode):
     """Skips random draws into meta tensors: they change nothing, and import torch's compiler (155 MB, 2 s)."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as above
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         draws = func in (aten.normal_.default, aten.uniform_.default) and args[0].is_meta
@@ -393,7 +385,7 @@ class _Undrawn(TorchDispatchMode):
 
 def on_meta(builder: Callable[[], nn.Module]) -> nn.Module:
     """Builds a module with parameters and buffers on meta: names and shapes, no values."""
-    with torch.device("meta"), _Undrawn():  # type: ignore[no-untyped-call]
+    with torch.device("meta"), _Undrawn():
         return builder()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _len_torch_dispatch_stack
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
@@ -19,6 +19,27 @@ READ_NO_VALUES = frozenset(
     }
 )  # fmt: skip
 """Operations that take of a tensor its shape and dtype alone."""
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that is given each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch wraps __torch_dispatch__, which imports its compiler: 155 MB of each rank, and 2 s
+
+
+class WatchingMode(DispatchMode):
+    """A mode that leaves each operation as it is, and compiled blocks compiled."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from colossal_lite.numerics.torch_modes import DispatchMode
 from colossal_lite.observe.shape_cache import storage_of, tensors_in
 
 
@@ -25,18 +25,14 @@ def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """Counts bytes of storages made while this is active and still alive. `run` executes each operation."""
 
     def __init__(self, run: Callable[[Any, Any, Any], Any] = _plainly) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.now_bytes = self.peak_bytes = 0
         self._alive: set[int] = set()
         self._run = run
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps the method below, which imports its compiler (155 MB)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {storage_of(x) for x in tensors_in((args, kwargs))}

@@ -15,25 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from colossal_lite.numerics.torch_modes import DispatchMode
 from colossal_lite.observe.shape_rules import GIVEN_OUT, IN_PLACE, RULES, ResultMeta, TensorMeta
 
 SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.device, torch.memory_format)
 
 
-class ShapeCache(TorchDispatchMode):
+class ShapeCache(DispatchMode):
     """Within it, or by its `run`, operations on meta tensors take their result shapes from the cache."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._given: dict[Hashable, ResultMeta | None] = {}
         """Results by operation and shapes of its arguments; None: the result cannot be cached."""
         self._is_pure: dict[Any, bool] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps the method below, which imports its compiler (155 MB)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})

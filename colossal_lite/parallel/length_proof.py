@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossal_lite.numerics.generators import generators_kept
+from colossal_lite.numerics.torch_modes import DispatchMode
 from colossal_lite.parallel.padding import Padding
 from colossal_lite.parallel.plan_proof import is_our_own, on_a_copy
 from colossal_lite.parallel.roles import Role
@@ -44,18 +44,14 @@ Proof = Callable[[SmallCopy, int], str]
 """How a copy in parts differs from the plain one at so many tokens, or ""."""
 
 
-class _Path(TorchDispatchMode):
+class _Path(DispatchMode):
     """Notes the pairs of operations of one forward."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.pairs = set[Pair]()
         self._calls, self._last = Calls(), ("", "")
         self._calls.watch(model)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps the method below, which imports its compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Blocks and experts are alike, and which expert has tokens is no path.

@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.memory.transfers import to_device
 from colossal_lite.numerics.generators import generators_kept
-from colossal_lite.numerics.torch_modes import READ_NO_VALUES, storage_of, tensors_in
+from colossal_lite.numerics.torch_modes import READ_NO_VALUES, DispatchMode, storage_of, tensors_in
 from colossal_lite.parallel.layer_swap import ancestors
 from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
@@ -285,7 +284,7 @@ def _check_kinds(model: nn.Module, blocks: Sequence[str]) -> None:
 
 
 @dataclass(eq=False)
-class _Watch(TorchDispatchMode):
+class _Watch(DispatchMode):
     """One forward, seen operation by operation."""
 
     model: nn.Module
@@ -310,14 +309,10 @@ class _Watch(TorchDispatchMode):
     """The block that is being called."""
 
     def __post_init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             self.names.setdefault(parameter.untyped_storage()._cdata, []).append(name)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps the method below, which imports its compiler
 
     # ---- operations ----
 

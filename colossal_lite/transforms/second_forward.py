@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _StopRecomputationError
 
-from colossal_lite.numerics.torch_modes import READ_NO_VALUES, storage_of, tensors_in
+from colossal_lite.numerics.torch_modes import READ_NO_VALUES, WatchingMode, storage_of, tensors_in
 
 Seen = Mapping[str, tuple[Tensor | None, int]]
 """Tensors by what a message calls them, each with its version."""
@@ -95,23 +94,13 @@ class SecondForward:
                 raise _fault(self._block, self._setting, name)
 
 
-class _Touched(TorchDispatchMode):
+class _Touched(WatchingMode):
     """Raises ValueError for an operation on one of the `changed` tensors."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, block: str, setting: str, changed: Mapping[str, Tensor | None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._block, self._setting = block, setting
         self._names = {storage_of(x): name for name, x in changed.items() if x is not None}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps the method below, which imports its compiler
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # compiled blocks stay compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_view = isinstance(func, OpOverload) and func.is_view

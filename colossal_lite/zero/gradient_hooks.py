@@ -5,7 +5,7 @@ A hook on every trainable parameter copies its finished gradient to its chunk an
 parameter arrives once, with the sum of its uses.  Complete chunks are reduced at once, asynchronously, so communication
 overlaps the rest of backward.  That is in the last micro-batch of a step, or in each if gradients are reduced by
 micro-batch.  Chunks are launched strictly in reverse forward order.  For ranks may use different parameters, but the
-order of collectives must be the same.  `reduce` launches the remaining chunks, with zeros for absent gradients.
+order of collectives must be the same.  `reduce` launches the rest, with zeros for absent gradients, and waits.
 Where weights are gathered in backward too, `limit` says how many chunks may launch.  So gathers and reductions have one
 order on all ranks.  At most `IN_FLIGHT` reductions that need slots run at once, and none where no other rank sums.
 After a backward that raised, `give_up` makes the remaining reductions, so that all ranks have made the same ones.

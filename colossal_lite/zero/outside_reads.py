@@ -17,16 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossal_lite.memory.weight_chunk import WeightChunk
-from colossal_lite.numerics.torch_modes import READ_NO_VALUES, storage_of, tensors_in
+from colossal_lite.numerics.torch_modes import READ_NO_VALUES, WatchingMode, storage_of, tensors_in
 
 
-class OutsideReads(TorchDispatchMode):
+class OutsideReads(WatchingMode):
     """One forward, seen operation by operation."""
-
-    supports_higher_order_operators = True
 
     def __init__(
         self, chunks: Iterable[WeightChunk], read: Callable[[WeightChunk], object],
@@ -34,21 +31,13 @@ class OutsideReads(TorchDispatchMode):
     ) -> None:  # fmt: skip
         """`read` is called with a chunk whose weights, or their placeholder, an operation reads. `written` is called
         with a tensor that an operation has changed."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._read, self._written = read, written
         self.has_seen = False
         """Whether there was an operation."""
         self._chunks: dict[int, list[WeightChunk]] = {}
         for chunk in chunks:
             self._chunks.setdefault(chunk.seen_in, []).append(chunk)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps the method below, which imports its compiler
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # compiled blocks stay compiled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.has_seen = True

@@ -38,9 +38,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def model(name: str) -> nn.Module:
-    """As it comes, with its dropout and its cache of keys."""
+PLAIN = dict(dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, dropout_rate=0.0)
+
+
+def model(name: str, *, drops: bool = True) -> nn.Module:
+    """As it comes, with its dropout (unless not `drops`) and its cache of keys."""
     prefix, suffix, sizes = MODELS[name]
+    sizes = (
+        sizes
+        if drops
+        else sizes | {n: p for n, p in PLAIN.items() if (n == "dropout_rate") == (name == "T5")}
+    )
     torch.manual_seed(0)
     config = getattr(transformers, f"{prefix}Config")(**sizes)
     made: nn.Module = getattr(transformers, prefix + suffix)(config).double()
@@ -60,11 +68,11 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 Step = tuple[float, dict[str, Tensor]]
 
 
-def trains(env: RankEnv, name: str, config: dict[str, Any]) -> list[Step]:
+def trains(env: RankEnv, name: str, config: dict[str, Any], drops: bool = True) -> list[Step]:
     """Losses and gradients of the steps."""
     base = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), seed=3, timeout_s=60)
     with env.launch(base | config) as context:
-        engine = cl.initialize(model(name), context=context, criterion="model")
+        engine = cl.initialize(model(name, drops=drops), context=context, criterion="model")
         part = context.local_batch(SAMPLES)
         found: list[Step] = []
         for step in range(STEPS):
@@ -73,6 +81,25 @@ def trains(env: RankEnv, name: str, config: dict[str, Any]) -> list[Step]:
             engine.step()
         engine.close()
         return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_dropout_the_loss_and_every_gradient_are_those_of_plain_torch(name: str) -> None:
+    error = 1e-6 if name == "T5" else 1e-10  # T5's own code computes softmax in float32
+    plain = model(name, drops=False)
+    ids, labels = batch(0)
+    loss: Any = plain(input_ids=ids, labels=labels).loss
+    loss.backward()
+    for steps in run_world(trains, 2, name, dict(parallel=dict(tensor=2)), False):
+        found, gradients = steps[0]
+        assert found == pytest.approx(loss.item(), rel=1e-12)
+        assert gradients.keys() == {
+            key for key, parameter in plain.named_parameters() if parameter.requires_grad
+        }
+        for key, gradient in gradients.items():
+            right = plain.get_parameter(key).grad
+            assert right is not None
+            assert float((gradient - right).abs().max()) <= error * float(right.abs().max()), key
 
 
 @cache

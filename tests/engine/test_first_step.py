@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.engine.first_step import _counted
+from tests.shared.plain_loop import batches, plain_run
 from tests.shared.pool import RankEnv, WorldError, run_world
 
 VOCABULARY, WIDTH, TOKENS, BATCH = 19, 8, 6, 4
+GIVEN = batches(VOCABULARY, 3, TOKENS)
 
 
 class Block(nn.Module):
@@ -62,23 +64,8 @@ def build(way: str) -> nn.Module:
     return Model(way)
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    ids, labels = (torch.randint(VOCABULARY, (BATCH, TOKENS), generator=generator) for _ in range(2))
-    return ids, labels
-
-
 def serial(way: str) -> list[float]:
-    model, found = build(way).double(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    for step in range(3):
-        ids, labels = batch(step)
-        loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
+    return plain_run(build(way).double(), GIVEN, 0.3).losses
 
 
 def losses(env: RankEnv, way: str, config: dict[str, Any]) -> list[float]:
@@ -86,7 +73,7 @@ def losses(env: RankEnv, way: str, config: dict[str, Any]) -> list[float]:
     with env.launch(base | config) as context:
         engine = cl.initialize(build(way), context=context)
         part = context.local_batch(BATCH)
-        return [float(engine.train_step(tuple(t[part] for t in batch(step))).loss) for step in range(3)]
+        return [float(engine.train_step(tuple(t[part] for t in GIVEN[step])).loss) for step in range(3)]
 
 
 ONCE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -138,7 +125,7 @@ def test_a_loop_of_the_users_own_counts_as_in_one_process() -> None:
     plain, found = build("counts calls").double(), []
     with cl.launch(dict(precision="fp64", gradient_accumulation=2)) as context:
         engine = cl.initialize(build("counts calls"), context=context)
-        for half in batch(0)[0].chunk(2):
+        for half in GIVEN[0][0].chunk(2):
             loss = engine(half).square().mean()
             engine.backward(loss)
             found.append((loss.item(), plain(half).square().mean().item()))

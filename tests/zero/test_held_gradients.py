@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import colossal_lite as cl
+from tests.shared.plain_loop import batches, plain_run
 from tests.shared.pool import RankEnv, run_world
 
 VOCABULARY, WIDTH, TOKENS, BATCH = 19, 8, 6, 4
+GIVEN = batches(VOCABULARY, 3, TOKENS)
 
 
 def build() -> nn.Module:
@@ -24,23 +26,8 @@ def build() -> nn.Module:
     )
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    ids, labels = (torch.randint(VOCABULARY, (BATCH, TOKENS), generator=generator) for _ in range(2))
-    return ids, labels
-
-
 def serial() -> list[float]:
-    model, found = build().double(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    for step in range(3):
-        ids, labels = batch(step)
-        loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
+    return plain_run(build().double(), GIVEN, 0.3).losses
 
 
 USES: dict[str, Callable[[list[nn.Parameter]], object]] = {
@@ -80,7 +67,7 @@ def tried(env: RankEnv, mode: str, own_loop: bool) -> tuple[dict[str, str], list
         engine = cl.initialize(build(), context=context)
         part = context.local_batch(BATCH)
         for step in range(3):
-            ids, labels = (x[part] for x in batch(step))
+            ids, labels = (x[part] for x in GIVEN[step])
             if own_loop:
                 for x, y in zip(
                     *(t.chunk(context.config.gradient_accumulation) for t in (ids, labels)), strict=True
@@ -125,7 +112,7 @@ def test_a_gradient_that_other_code_sets_or_drops_is_refused_before_the_update(w
     with cl.launch(dict(precision="fp64", optimizer=dict(type="sgd", lr=0.3))) as context:
         engine = cl.initialize(build(), context=context)
         before = engine.full_state_dict()
-        engine.forward_backward(batch(0))
+        engine.forward_backward(GIVEN[0])
         SETS[way]([*engine.model.parameters()])
         with pytest.raises(
             ValueError, match=r"grad was set by other code.*Legal: clip_grad_norm of the config"
@@ -134,17 +121,17 @@ def test_a_gradient_that_other_code_sets_or_drops_is_refused_before_the_update(w
         after = engine.full_state_dict()
         assert engine.steps == 0 and all(torch.equal(x, after[name]) for name, x in before.items())
         engine.zero_grad()
-        assert float(engine.train_step(batch(0)).loss) == pytest.approx(serial()[0], rel=1e-12)
+        assert float(engine.train_step(GIVEN[0]).loss) == pytest.approx(serial()[0], rel=1e-12)
 
 
 def test_what_is_legal_in_its_place_works() -> None:
     model = build().double()
-    ids, labels = batch(0)
+    ids, labels = GIVEN[0]
     F.cross_entropy(model(ids).flatten(0, 1), labels.flatten()).backward()
     config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.3), clip_grad_norm=0.1)
     with cl.launch(config) as context:
         engine = cl.initialize(build(), context=context)
-        engine.forward_backward(batch(0))
+        engine.forward_backward(GIVEN[0])
         found = engine.full_gradients()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-15)
@@ -160,13 +147,13 @@ def test_what_is_legal_in_its_place_works() -> None:
 def test_nothing_stands_as_a_gradient_once_it_was_dropped(end: str) -> None:
     with cl.launch(dict(precision="fp64")) as context:
         engine = cl.initialize(build(), context=context)
-        engine.forward_backward(batch(0))
+        engine.forward_backward(GIVEN[0])
         grad = engine.model[0].weight.grad  # type: ignore[index,union-attr]
         assert repr(grad) == "HeldGradient(0.weight)" and grad.untyped_storage().nbytes() == 0
         if end == "error":
             engine.step()
             with pytest.raises(ValueError, match="label"):
-                engine.forward_backward((batch(0)[0], torch.full((BATCH, TOKENS), VOCABULARY)))
+                engine.forward_backward((GIVEN[0][0], torch.full((BATCH, TOKENS), VOCABULARY)))
         engine.close() if end == "close" else engine.zero_grad()
         assert all(p.grad is None for p in engine.model.parameters())
 
@@ -184,7 +171,7 @@ def test_so_it_is_of_the_copies_that_an_optimizer_of_ones_own_updates(what: str)
         optimizer, losses = made[-1], list[float]()
         for step in range(3):
             optimizer.zero_grad()  # as loops do before a backward
-            engine.forward_backward(batch(step))
+            engine.forward_backward(GIVEN[step])
             if step == 1 and what == "used":
                 with pytest.raises(ValueError, match="would have no effect"):
                     nn.utils.clip_grad_norm_(
