@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +79,8 @@ def checkpointed(env: RankEnv, family: str, how: str, config: dict[str, Any]) ->
         model.disable_input_require_grads()
     settings = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), timeout_s=60) | config
     losses, gradients = [], {}
-    with env.launch(settings) as context:
+    with env.launch(settings) as context, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="plan: .* is not proven")
         try:
             engine = cl.initialize(model, context=context)
             for step in range(2):
