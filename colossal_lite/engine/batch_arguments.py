@@ -32,26 +32,37 @@ class AllowedArguments:
     cuts: str
     """The settings that cut sequences; "" for none."""
     known: tuple[str, ...]
+    shown: tuple[str, ...]
+    """Further ones with which the model is proven: each batch has them."""
 
     @classmethod
-    def of(cls, model: nn.Module, context: Context, cuts: str) -> AllowedArguments:
+    def of(cls, model: nn.Module, context: Context, cuts: str, shown: tuple[str, ...]) -> AllowedArguments:
+        """`shown`: those of an example, if it has others beside ids."""
         mesh, parallel = context.mesh, context.config.parallel
         found = {f"parallel.{axis}={mesh.size(axis)}": mesh.size(axis) for axis in ("tensor", "sequence")}
         found[f"parallel.pipeline={parallel.pipeline.size}"] = 2 if parallel.pipeline.is_staged else 1
         settings = [name for name, size in found.items() if size > 1]
         looks_up = is_hugging_face(model) and not cuts and not parallel.pipeline.is_staged
         known = (*BATCH_KEYS[:-1], *([EMBEDDED] if looks_up else []))
-        return cls(ForwardArguments.of(model), " and ".join(settings), cuts, known)
+        shown = shown if settings else ()
+        return cls(ForwardArguments.of(model), " and ".join(settings), cuts, known, shown)
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], labels: Tensor) -> None:
         """Raises ValueError for arguments and labels that this mesh does not take."""
         first = next(iter(self.forward.names), "")
-        known = [*dict.fromkeys(name for name in (first, *self.known) if name)]
-        further = [name for name in named(args, kwargs) if name not in (*known, "inputs")]
+        known = [*dict.fromkeys(name for name in (first, *self.known, *self.shown) if name)]
+        given = named(args, kwargs)
+        further = [name for name in given if name not in (*known, "inputs")]
         if self.unproven and further:
             raise ValueError(
                 f"batch: {', '.join(further)} under {self.unproven}, where {self.forward.model} is proven with "
-                f"{', '.join(known)} alone; legal: these, or parallel.data and zero without {self.unproven}"
+                f"{', '.join(known)} alone. Legal: these; cl.initialize(..., example=batch) with a batch "
+                f"that has all; or parallel.data and zero without {self.unproven}"
+            )
+        if missing := [name for name in self.shown if name not in (*given, first)]:
+            raise ValueError(
+                f"batch: no {', '.join(missing)} under {self.unproven}, where {self.forward.model} is proven with what "
+                f"the example of cl.initialize has; legal: all of it"
             )
         inputs = args[0] if args else kwargs.get("input_ids", kwargs.get(first))
         are_ids = inputs is not None and not inputs.is_floating_point()

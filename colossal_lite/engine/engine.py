@@ -111,7 +111,7 @@ class Engine:
         # forward and backward
         self._comparison = RankComparison(mesh, built.model, context.device, changes_apart(config))
         stated = stated_sizes(built.model, built.names.state)
-        allowed = AllowedArguments.of(built.model, context, done.padding.cuts)
+        allowed = AllowedArguments.of(built.model, context, done.padding.cuts, done.shown)
         self._micro_batches = MicroBatches(
             context, done, stated, self._comparison, built.first_batch, allowed, sees_padding=built.sees_padding,
             loss=reader_of(criterion),

@@ -28,7 +28,7 @@ from colossal_lite.config.rules import device_problems
 from colossal_lite.config.schema import OptimizerConfig
 from colossal_lite.data.batch import Batch, read_batch
 from colossal_lite.data.batch_checks import LossOf, StatedSizes, check_batch
-from colossal_lite.data.batch_forms import ForwardArguments
+from colossal_lite.data.batch_forms import ForwardArguments, named
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built, GlobalNames
@@ -48,6 +48,7 @@ from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
 from colossal_lite.numerics.torch_modes import outside_inference
 from colossal_lite.parallel import hugging_face
+from colossal_lite.parallel.copy_batches import few_of_rank_0, is_more_than_words
 from colossal_lite.parallel.layer_swap import cut_range
 from colossal_lite.parallel.loss import Criterion, Loss, checked, reader_of
 from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
@@ -100,7 +101,8 @@ def initialize(
     `criterion`: takes (logits, labels) and replaces the built-in cross-entropy.  "model": the loss that the model's own
     forward returns for the labels.  It must be a mean over valid labels, which is proven on a small copy.
     `optimizer` makes a torch optimizer over a list of parameters, and replaces `config.optimizer`.
-    `example`: a batch of this rank as in `train_step`.  A pipeline traces a model with it whose inputs are no ids.
+    `example`: a batch of this rank as in `train_step`, for a model that does not run on random ids.  The plan, the
+    model's own loss and its stages are proven with it.  All ranks take the first samples of rank 0.
     `pipeline.partition='profiled'` times the layers with it.  A model that states no sizes needs one there.
     `directory`: the folder of this run's checkpoints.  If measured times cut the pipeline of the newest one, they are
     used again.  So the run has the same stages and the same bits.
@@ -140,16 +142,20 @@ def _initialize(
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
     facts = _check_model(module, context)
     first_batch, pads_alone = _of_batches(module, context)
-    loss = _loss_by(criterion, module, context)
+    reads = "model" if isinstance(criterion, str) else reader_of(criterion)
+    shown = None if example is None else _checked_example(example, module, facts, context, reads)
+    few = None if shown is None else _few(shown, context)
+    loss = _loss_by(criterion, module, context, few)
     _check_whole_sequences(module, context)
     streams = DropoutStreams(config.seed)
     # a batch of a criterion may have any inputs, and `plan` takes ids
     forecast_batch = None if callable(criterion) else _forecast_batch(model, context, plan)
     originals = dict(module.named_parameters())
     _assert_same_on_all_ranks(module, context, values=recipes is None)
-    micro_batch = _first_micro_batch(example, module, facts, context, reader_of(loss))
-    sections = traced_units(module, micro_batch) if context.config.parallel.pipeline.is_staged else None
-    parallelized = _swap_layers(module, context, plan, streams, loss)
+    is_staged = config.parallel.pipeline.is_staged
+    micro_batch = _first_micro_batch(shown, context) if shown is not None and is_staged else None
+    sections = traced_units(module, micro_batch) if is_staged else None
+    parallelized = _swap_layers(module, context, plan, streams, loss, few)
     if parallelized.form != Form(regather_inputs=parallelized.form.regather_inputs):
         if config.parallel.tensor.sequence_parallel == "auto" or parallelized.form.whole_sizes:
             forecast_batch = None  # by a proof, which `plan` does not make
@@ -193,12 +199,12 @@ def _initialize(
 
 
 def _loss_by(
-    criterion: Criterion | Literal["model"] | None, module: nn.Module, context: Context
+    criterion: Criterion | Literal["model"] | None, module: nn.Module, context: Context, example: Batch | None
 ) -> Criterion | ModelLoss | None:
     """The callable that computes the loss; None: the engine's own."""
     if isinstance(criterion, str) and criterion != "model":
         raise ValueError(f"criterion={criterion!r}; legal: a callable, 'model' or None")
-    return _own_loss(module, context) if isinstance(criterion, str) else criterion
+    return _own_loss(module, context, example) if isinstance(criterion, str) else criterion
 
 
 def _of_batches(module: nn.Module, context: Context) -> tuple[FirstBatch | None, bool]:
@@ -292,7 +298,7 @@ def _check_whole_sequences(module: nn.Module, context: Context) -> None:
         )
 
 
-def _own_loss(module: nn.Module, context: Context) -> ModelLoss:
+def _own_loss(module: nn.Module, context: Context, example: Batch | None) -> ModelLoss:
     """The loss of the model itself, for criterion='model'. Raises ValueError if its code would not see whole inputs."""
     if context.mesh.size("sequence") > 1 and not sees_whole_sequences(module):
         raise ValueError(
@@ -304,12 +310,12 @@ def _own_loss(module: nn.Module, context: Context) -> ModelLoss:
             f"criterion='model' in a pipeline of {type(module).__name__}, whose stages do not run its forward; legal: "
             f"criterion=None, which trains on the model's logits"
         )
-    return model_loss(module)
+    return model_loss(module, example)
 
 
 def _swap_layers(
     module: nn.Module, context: Context, plan: Literal["auto"] | Mapping[str, str], streams: DropoutStreams,
-    criterion: Criterion | ModelLoss | None,
+    criterion: Criterion | ModelLoss | None, example: Batch | None,
 ) -> Parallelized:  # fmt: skip
     """Replace layers by this rank's shards of them, with activation checkpointing and compilation as configured. Split
     parameters have no values afterwards."""
@@ -326,6 +332,7 @@ def _swap_layers(
         device_type=context.device.type,
         streams=streams,
         criterion=criterion if isinstance(criterion, ModelLoss) else None,
+        example=example,
     )
     if plan == "auto" and parallelized.plan and context.is_main and type(module) is not GPT:
         print(f"plan='auto' is {dict(parallelized.plan)}", file=sys.stderr)
@@ -354,23 +361,29 @@ def _copies(context: Context) -> tuple[str, ...]:
     return tuple(name for name, keeps in found.items() if keeps)
 
 
-def _first_micro_batch(
+def _checked_example(
     example: Any, module: nn.Module, facts: ModelFacts | None, context: Context, loss: LossOf
-) -> Batch | None:
-    """The first micro-batch of the user's example."""
-    pipeline, accumulation_steps = context.config.parallel.pipeline, context.config.gradient_accumulation
-    if example is None:
-        return None
-    if not pipeline.is_staged or (pipeline.partition != "profiled" and has_stated_units(module)):
-        warnings.warn(
-            "initialize: example has no effect without pipeline.partition='profiled', or a pipeline of a model that is "
-            "traced",
-            stacklevel=3,
-        )
-        return None
+) -> Batch:
+    """The user's example. Raises ValueError if it is no batch to train on."""
     check_batch(example, StatedSizes(facts.vocabulary if facts else None), ForwardArguments.of(module), loss)
-    first = read_batch(example, device=context.device).cut(accumulation_steps)[0]
-    unit = context.config.parallel.tensor.sample_parts
+    return read_batch(example, device=context.device)
+
+
+def _few(example: Batch, context: Context) -> Batch | None:
+    """The samples of it that small copies run on. Collective. Raises ValueError for arguments that no proof takes."""
+    few = few_of_rank_0(example, context.mesh.world, context.device)
+    size = context.mesh.size("sequence")
+    if few is not None and size > 1 and is_more_than_words(few):
+        raise ValueError(
+            f"example: {', '.join(named(few.args, few.kwargs))} with parallel.sequence={size}, which is proven with "
+            f"ids alone; legal: an example of ids, or parallel.sequence=1"
+        )
+    return few
+
+
+def _first_micro_batch(example: Batch, context: Context) -> Batch:
+    pipeline, unit = context.config.parallel.pipeline, context.config.parallel.tensor.sample_parts
+    first = example.cut(context.config.gradient_accumulation)[0]
     return first.cut(pipeline.parts_of([first.size], 1, unit))[0]
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.data.batch import Batch
 from colossal_lite.parallel.layer_swap import ancestors, heads_of
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss
@@ -29,7 +30,7 @@ from colossal_lite.parallel.plan_proof import on_a_copy
 from colossal_lite.parallel.roles import Patterns, Role
 from colossal_lite.parallel.small_copy import Plainly, SmallCopy
 from colossal_lite.parallel.swap_checks import is_transposed, linear_faults
-from colossal_lite.parallel.swap_proof import run_plainly, words
+from colossal_lite.parallel.swap_proof import run_plainly
 
 SAMPLES, TOKENS = 2, 8
 NEGLIGIBLE = 1e-13
@@ -97,10 +98,14 @@ class _Found:
     faults: dict[str, str] = field(default_factory=dict)
 
 
-def auto_plan(model: nn.Module, parts: int, criterion: ModelLoss | None = None) -> AutoPlan:
+def auto_plan(
+    model: nn.Module, parts: int, criterion: ModelLoss | None = None, example: Batch | None = None
+) -> AutoPlan:
     """The roles of a model whose layers are cut into `parts`. `criterion`: it is run with labels, for its own loss.
-    Raises NoCopyError for one that does not run on words."""
-    return on_a_copy(model, roles_by_shape(model), lambda small: _read(model, small, parts, criterion))
+    Raises NoCopyError for one that runs neither on words nor on the `example`."""
+    return on_a_copy(
+        model, roles_by_shape(model), lambda small: _read(model, small, parts, criterion), example=example
+    )
 
 
 def _read(model: nn.Module, small: SmallCopy, parts: int, criterion: ModelLoss | None) -> AutoPlan:
@@ -179,7 +184,7 @@ def _run(
 ) -> tuple[list[_Call], list[str], list[str], int | None]:
     """The calls of linears in order, the tables that take the words, others, and the width of logits."""
     calls, tokens, others = list[_Call](), dict[str, None](), dict[str, None]()
-    batch = words(SAMPLES, small.tokens or TOKENS, small.words, small.padding)
+    batch = small.batch(SAMPLES, TOKENS)
     asked = batch if criterion is None else criterion.asked(batch)
 
     def linear(name: str, args: tuple[Any, ...], out: Any) -> None:

@@ -15,13 +15,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.data.batch import Batch
 from colossal_lite.kernels.philox import SampleDim
 from colossal_lite.numerics.functional_dropout import FunctionalDropout, may_draw
 from colossal_lite.numerics.random import kind_of
 from colossal_lite.parallel.model_loss import ModelLoss
 from colossal_lite.parallel.plan_proof import TOKENS, on_a_copy
 from colossal_lite.parallel.small_copy import NoCopyError, SmallCopy, table_roles
-from colossal_lite.parallel.swap_proof import run_plainly, words
+from colossal_lite.parallel.swap_proof import run_plainly
 
 SAMPLES = (2, 3, 5)
 """Of the runs. Two could agree where a shape follows from values."""
@@ -29,13 +30,15 @@ Call = tuple[str, int]
 """A module, and the number of its call in a forward."""
 
 
-def sample_dims(model: nn.Module, criterion: ModelLoss | None) -> Mapping[Call, SampleDim]:
-    """Where dropouts have samples that are not first, by `kind_of` their module and call. Empty for a model that does
-    not run on words: there shapes tell."""
+def sample_dims(
+    model: nn.Module, criterion: ModelLoss | None, example: Batch | None = None
+) -> Mapping[Call, SampleDim]:
+    """Where dropouts have samples that are not first, by `kind_of` their module and call. Empty for a model that runs
+    neither on words nor on the `example`: there shapes tell."""
     if not may_draw(model) and not any(isinstance(module, nn.Dropout) for module in model.modules()):
         return {}
     try:
-        return on_a_copy(model, table_roles(model), partial(_seen, criterion))
+        return on_a_copy(model, table_roles(model), partial(_seen, criterion), example=example)
     except NoCopyError:
         return {}
 
@@ -57,7 +60,7 @@ def _dim(shapes: list[torch.Size]) -> SampleDim:
 
 def _shapes(small: SmallCopy, samples: int, criterion: ModelLoss | None) -> dict[Call, torch.Size]:
     """Shapes of the tensors that dropouts see, in a run on so many samples."""
-    batch, mode = words(samples, small.tokens or TOKENS, small.words, small.padding), _Shapes(small.model)
+    batch, mode = small.batch(samples, TOKENS), _Shapes(small.model)
     run_plainly(small.model.train(), batch if criterion is None else criterion.asked(batch), mode)
     return mode.shapes
 

@@ -33,8 +33,8 @@ from colossal_lite.parallel.plan_proof import (
 )
 from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.small_copy import NoCopyError, SmallCopy, small_copy
-from colossal_lite.parallel.swap_proof import NotRunError, with_labels
-from colossal_lite.parallel.tensor_modes import Form, head_weight, mode_of
+from colossal_lite.parallel.swap_proof import NotRunError
+from colossal_lite.parallel.tensor_modes import Form, mode_of
 
 TABLES = ("embedding", "position", "lm_head")
 """Roles whose modules lose rows in a small copy."""
@@ -66,29 +66,17 @@ class FirstSwap:
         with torch.inference_mode(False):
             given = self._few(args, kwargs, samples)
             try:
-                labelled = with_labels(model, given)
-                trial = replace(self.trial, given=labelled)
+                trial = replace(self.trial, given=self.trial.labelled(given))
                 if not math.isfinite(loss := trial.truth.run.loss):
                     raise NotRunError(f"its loss is {loss}")
             except NotRunError as error:
                 if self.warns:
                     warn_of_no_proof(type(model).__name__, error)
                 return
-            self._check_place(tuple(labelled.labels.shape))
             if found := trial.difference(trial.small.roles, self.form):
                 refusal = trial.unfit((self.form,), found)
                 refusal.advise()
                 raise refusal
-
-    def _check_place(self, shape: tuple[int, ...]) -> None:
-        """Raises ValueError for outputs of a shape that the head does not give."""
-        small = self.trial.small
-        vocabulary = head_weight(small.model, small.roles).shape[0]
-        if shape[-1] != vocabulary:
-            raise ValueError(
-                f"model: {shape} stands where logits stand, and the lm_head gives [..., {vocabulary}]. Legal: logits "
-                f"alone, first in a tuple, or as 'logits'"
-            )
 
     def _few(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> Batch:
         """One or two samples for each part of the small world, in the dtype of the copy."""

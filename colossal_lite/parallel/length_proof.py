@@ -24,6 +24,7 @@ from torch import nn
 
 from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.torch_modes import DispatchMode
+from colossal_lite.parallel.copy_batches import words
 from colossal_lite.parallel.padding import Padding
 from colossal_lite.parallel.plan_proof import is_our_own, on_a_copy
 from colossal_lite.parallel.roles import Role
@@ -35,7 +36,7 @@ from colossal_lite.parallel.small_copy import (
     few_tokens,
     on_meta_copy,
 )
-from colossal_lite.parallel.swap_proof import Calls, NotRunError, difference_of_parts, words
+from colossal_lite.parallel.swap_proof import Calls, NotRunError, difference_of_parts
 
 MOST_TOKENS = 512
 Pair = tuple[tuple[str, str], tuple[str, str]]

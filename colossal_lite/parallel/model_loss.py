@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_checks import IGNORED
 from colossal_lite.numerics.generators import generators_kept
+from colossal_lite.parallel.copy_batches import is_more_than_words, samples_of
 from colossal_lite.parallel.roles import Role
-from colossal_lite.parallel.small_copy import NoCopyError, Plainly, few_ids, small_copy, table_roles
+from colossal_lite.parallel.small_copy import NoCopyError, Plainly, few_ids, few_rows, small_copy, table_roles
 from colossal_lite.parallel.tensor_modes import TensorStrategy
 from colossal_lite.transforms.batch_statistics import is_over_the_batch
 
@@ -87,15 +89,19 @@ def _members(outputs: Any) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def model_loss(model: nn.Module) -> ModelLoss:
-    """How `model` is asked for its loss; it is run as a small copy. Raises ModelLossError for a loss that is not a mean
-    over valid labels. Also for a model that takes no labels, or that cannot be run."""
+def model_loss(model: nn.Module, example: Batch | None = None) -> ModelLoss:
+    """How `model` is asked for its loss; a small copy is run on random words, or on an `example` where these do not do.
+    Raises ModelLossError for a loss that is not a mean over valid labels. Also for a model that takes no labels, or
+    that cannot be run."""
     name = _argument(model)
     made, why = None, ""
     tables = table_roles(model)
-    for roles, keeps_all in ((tables, True), (tables, False), ({}, True)):
+    copies: list[tuple[dict[str, Role], bool]] = [(tables, True), (tables, False), ({}, True)]
+    shown = [example] if example is None or is_more_than_words(example) else [None, example]
+    for batch, (roles, keeps_all) in product(shown, copies):
         try:
-            made = _Trial(small_copy(model, roles, None, LIMIT_BYTES, keeps_all=keeps_all).model, name)
+            small = small_copy(model, roles, None, LIMIT_BYTES, keeps_all=keeps_all)
+            made = _Trial(small.model, name, batch)
             with generators_kept():
                 if kept := made.kept():
                     for owner in (model, made.model):
@@ -110,6 +116,7 @@ def model_loss(model: nn.Module) -> ModelLoss:
     if made is None:
         raise ModelLossError(
             f"criterion='model': the loss of {type(model).__name__} cannot be proven on a small copy: {why}; {LEGAL}"
+            + ("" if example else "; or cl.initialize(..., example=batch), if no ids are its inputs")
         )
     with generators_kept():
         return ModelLoss(name, made.ignored())
@@ -160,19 +167,28 @@ def gather_logits(
 
 
 class _Trial:
-    """A small copy with three samples."""
+    """A small copy with three samples, of ids or of an example."""
 
-    def __init__(self, model: nn.Module, name: str) -> None:
+    def __init__(self, model: nn.Module, name: str, example: Batch | None) -> None:
         self.model, self.name, self.mode = model.eval(), name, ""
         ids = few_ids(model, 3)
-        self.ids, self.labels = ids, ids.roll(1, 1)
+        words = Batch((ids,), {}, labels=ids.roll(1, 1), samples=torch.arange(3))
+        self.batch = words if example is None else samples_of(example, 3, few_rows(model))
+        self.labels = self.batch.labels
         self.what = f"criterion='model': the loss of {type(model).__name__}"
+        if example is not None and len(self.labels.unique()) == 1:
+            raise ModelLossError(
+                f"example: all labels of its first samples are {self.labels.flatten()[0].item()}; legal: several, as "
+                f"a proof asks for another loss with other labels"
+            )
 
     def run(self, labels: Tensor, samples: slice = slice(None)) -> tuple[float, list[Tensor]]:
         """Loss and gradients of some samples."""
         self.model.zero_grad()
         with torch.enable_grad(), Plainly():
-            loss = loss_in(self.model(self.ids[samples], **{self.name: labels[samples]}))
+            args = [x[samples] for x in self.batch.args]
+            named = {n: x[samples] for n, x in {**self.batch.kwargs, self.name: labels}.items()}
+            loss = loss_in(self.model(*args, **named))
         loss.backward()
         return float(loss.detach()), [
             torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()
@@ -181,7 +197,7 @@ class _Trial:
     def kept(self) -> str:
         """The attribute in which a model keeps its loss, if it gives none; else ""."""
         with torch.enable_grad(), Plainly():
-            outputs = self.model(self.ids, **{self.name: self.labels})
+            outputs = self.model(*self.batch.args, **self.batch.kwargs, **{self.name: self.labels})
         if [t for t in _members(outputs) if t.numel() == 1] or not isinstance(outputs, Tensor):
             return ""
         now = [
@@ -216,7 +232,10 @@ class _Trial:
                 f"the others; {LEGAL}"
             )
         first = self.labels.clone()
-        first[:, 0] = (first[:, 0] + 1) % int(self.labels.max() + 1)
+        flat = first.view(len(first), -1)
+        flat[:, 0] += 1
+        if not first.is_floating_point():
+            flat[:, 0] %= int(self.labels.max() + 1)
         if self.run(first)[0] == whole[0]:
             raise ModelLossError(
                 f"{self.what} does not read the first label of a sample: it shifts labels itself. Those of a batch "
@@ -226,7 +245,9 @@ class _Trial:
 
     def _passes_over(self, label: int) -> bool:
         labels = self.labels.clone()
-        labels[0, 2:], labels[1, :5] = label, label
+        flat = labels.view(len(labels), -1)
+        count = flat.shape[1]
+        flat[0, max(1, count // 4) :], flat[1, : max(1, 5 * count // 8)] = label, label
         counts = [int((labels[part] != label).sum()) for part in (slice(0, 1), slice(1, 3))]
         try:
             whole = self.run(labels)

@@ -26,12 +26,14 @@ from torch import Tensor, nn
 from colossal_lite import kernels as ops_table
 from colossal_lite.config.parallel_schema import TENSOR_MODES, ModelFacts
 from colossal_lite.data.batch import Batch
-from colossal_lite.data.batch_checks import StatedSizes
+from colossal_lite.data.batch_checks import BATCH_KEYS, StatedSizes
+from colossal_lite.data.batch_forms import named
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Ops
 from colossal_lite.models import GPT
 from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan, roles_by_shape
+from colossal_lite.parallel.copy_batches import is_more_than_words
 from colossal_lite.parallel.dropout_rows import (
     adapters_of,
     bind_dropout,
@@ -99,6 +101,8 @@ class Parallelized:
     """The head, if it can compute the loss."""
     first_swap: FirstSwap | None = None
     """What proves the swap with the first batch; None if it is proven, or cannot be."""
+    shown: tuple[str, ...] = ()
+    """Further arguments with which the model is proven, so that each batch has them."""
 
     def local_part(self, batch: Batch) -> Batch:
         """What this rank's layers see of a micro-batch. Raises ValueError if it cannot be cut so."""
@@ -136,6 +140,7 @@ def parallelize(
     device_type: str = "cpu",
     streams: DropoutStreams | None = None,
     criterion: ModelLoss | None = None,
+    example: Batch | None = None,
 ) -> Parallelized:
     """Turn `module` into this rank's part of it, in place, and return the spec of each parameter.
 
@@ -143,7 +148,7 @@ def parallelize(
     and the engine prints them.  Parameters that are cut become placeholders on meta; `fill` gives them values.
     `streams` gives dropout masks that do not depend on the mesh; without it dropout is torch's own.  `criterion`: the
     model's own code reads its logits, which are whole then.  `compiled`: torch.compile works here, and ops that gain
-    from it may be its work.
+    from it may be its work.  `example`: a few samples, alike on all ranks, for a model that does not run on words.
     Raises ValueError before anything is changed: for a plan that leaves a parameter out, and for sizes that the axis
     does not divide. It also raises for a sequence axis under a model of unknown attention.
     """
@@ -156,7 +161,7 @@ def parallelize(
     form, first = Form(), None
     if mesh.size("tensor") > 1:
         chosen, roles, form, first = _proven(
-            module, mesh, plan, sequence_parallel, regather_inputs, criterion
+            module, mesh, plan, sequence_parallel, regather_inputs, criterion, example
         )
     _check_auxiliary(module, mesh, form.sequence_parallel, sequence_mode)
     _check_compiled(module, form, compiled)
@@ -166,7 +171,7 @@ def parallelize(
     )  # fmt: skip
     lengths = _length_proofs(module, mesh, chosen, roles, form, sequence_mode, padding, criterion)
     if streams is not None and not (compiled or mesh.is_recording):
-        streams.sample_dims = sample_dims(module, criterion)
+        streams.sample_dims = sample_dims(module, criterion, example)
     linears = () if mesh.size("tensor") == 1 or is_known(module) else cut_linears(module, roles)
     strategy, specs, local_rows, share_at = _swapped(module, mesh, roles, form, criterion, auxiliary)
     if streams and linears:
@@ -180,8 +185,16 @@ def parallelize(
     give_ops(module, ops)
     fused = fuse_head(module, head, ops, is_cut=mesh.size("tensor") > 1)
     return Parallelized(
-        strategy, ops, specs, has_dropout, auxiliary, chosen, padding, lengths, form, fused, first
-    )
+        strategy, ops, specs, has_dropout, auxiliary, chosen, padding, lengths, form, fused, first,
+        _further(example),
+    )  # fmt: skip
+
+
+def _further(example: Batch | None) -> tuple[str, ...]:
+    """Arguments of an example beside ids, if the proofs have run on them."""
+    if example is None or not is_more_than_words(example):
+        return ()
+    return tuple(name for name in named(example.args, example.kwargs) if name not in BATCH_KEYS)
 
 
 def _swapped(
@@ -331,16 +344,18 @@ QUIET_S = 1.0
 def _proven(
     module: nn.Module, mesh: Mesh, plan: Literal["auto"] | Mapping[str, str],
     sequence_parallel: bool | Literal["auto"], regather_inputs: bool, criterion: ModelLoss | None,
+    example: Batch | None,
 ) -> _Proven:  # fmt: skip
     """The plan, the roles and the form in which the model stays what it is. Without a proof, also what proves them with
     the first batch. Raises ValueError if there are none."""
     try:
-        return _found(module, mesh, plan, sequence_parallel, regather_inputs, criterion)
+        return _found(module, mesh, plan, sequence_parallel, regather_inputs, criterion, example)
     except ValueError as error:
         if criterion is None and "decoder_input_ids" in signature(module.forward).parameters:
             with warnings.catch_warnings(), suppress(ValueError):
                 warnings.simplefilter("ignore")
-                _found(module, mesh, plan, sequence_parallel, regather_inputs, model_loss(module))
+                own = model_loss(module, example)
+                _found(module, mesh, plan, sequence_parallel, regather_inputs, own, example)
                 error.args = (
                     f"{error}. {type(module).__name__} is an encoder-decoder, and its forward gets no labels. Legal: "
                     f"criterion='model', which hands them to it and trains on the loss that it gives",
@@ -351,18 +366,23 @@ def _proven(
 def _found(
     module: nn.Module, mesh: Mesh, plan: Literal["auto"] | Mapping[str, str],
     sequence_parallel: bool | Literal["auto"], regather_inputs: bool, criterion: ModelLoss | None,
+    example: Batch | None,
 ) -> _Proven:  # fmt: skip
     """As `_proven`, with this criterion alone."""
     first: ValueError | None = None
     began_s, is_told = time.monotonic(), mesh.rank != 0
-    given = (AutoPlan(with_new_names(plan), {}),) if plan != "auto" else _auto_plans(module, mesh, criterion)
+    given = (
+        (AutoPlan(with_new_names(plan), {}),)
+        if plan != "auto"
+        else _auto_plans(module, mesh, criterion, example)
+    )
     for found in given:
         chosen = found.plan
         try:
             roles = assign_roles(chosen, *_names(module))
             how = sequence_parallel, regather_inputs, criterion
             try:
-                form, later = check_plan(module, mesh, chosen, roles, *how), None
+                form, later = check_plan(module, mesh, chosen, roles, *how, example), None
             except NoCopyError as error:
                 form, later = form_without_proof(module, mesh, roles, *how, error)
         except ValueError as error:
@@ -394,19 +414,23 @@ def _found(
     raise first
 
 
-def _auto_plans(module: nn.Module, mesh: Mesh, criterion: ModelLoss | None) -> Iterator[AutoPlan]:
+def _auto_plans(
+    module: nn.Module, mesh: Mesh, criterion: ModelLoss | None, example: Batch | None
+) -> Iterator[AutoPlan]:
     """Plans to be proven: of known names; of a run; and of the run with pairs of linears left whole."""
     if (known := known_plan(*_names(module))) is not None:
         yield AutoPlan(with_adapters(known[1], module), {})
         if isinstance(module, GPT):
             return
     try:
-        found = auto_plan(module, parts_of(mesh), criterion)
+        found = auto_plan(module, parts_of(mesh), criterion, example)
     except NoCopyError as error:
         if known is None:
             raise ValueError(
-                f"plan='auto': {type(module).__name__} does not run on random words ({error}), so that its roles "
-                f"cannot be read; give a dict from name patterns to roles: {', '.join(ROLES)}"
+                f"plan='auto': {type(module).__name__} does not run on random words{' or the example' * bool(example)} "
+                f"({error}), so that its roles cannot be read. Legal: "
+                f"{'' if example else 'cl.initialize(..., example=batch), or '}a dict from name patterns to roles: "
+                f"{', '.join(ROLES)}"
             ) from None
         return
     yield from found.choices()

@@ -23,6 +23,7 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.linearity import SEED
+from colossal_lite.parallel.copy_batches import is_more_than_words, words
 from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.narrowing import Narrowing, narrowing
 from colossal_lite.parallel.replicated import serial
@@ -48,9 +49,9 @@ from colossal_lite.parallel.swap_proof import (
     prove,
     sum_of_squares,
     truth_of,
-    words,
+    with_labels,
 )
-from colossal_lite.parallel.tensor_modes import Form, ModeResult, mode_file, mode_of
+from colossal_lite.parallel.tensor_modes import Form, ModeResult, head_weight, mode_file, mode_of
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ OUR_PARTS = (nn.ModuleList, nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, n
 
 @dataclass(frozen=True)
 class Trial:
-    """How a small copy is run in a tensor mode. `given`: what it is run on, with labels; None for random words."""
+    """How a small copy is run in a tensor mode. `given`: what it is run on, with labels; None: what the copy takes."""
 
     small: SmallCopy
     layout: MeshLayout
@@ -74,13 +75,27 @@ class Trial:
     criterion: ModelLoss | None
     given: Batch | None = None
 
-    @property
+    @cached_property
     def batch(self) -> Batch:
         if self.given is not None:
             return self.given
         ranks = self.layout.world_size
-        tokens = self.small.tokens or (TOKENS if TOKENS % ranks == 0 else 2 * ranks)
-        return words(max(ranks, 2), tokens, self.small.words, self.small.padding)
+        batch = self.small.batch(max(ranks, 2), TOKENS if TOKENS % ranks == 0 else 2 * ranks)
+        return batch if self.small.example is None or self.criterion is not None else self.labelled(batch)
+
+    def labelled(self, batch: Batch) -> Batch:
+        """The batch with random numbers for labels, in the shape of its logits. Raises NotRunError where the plain copy
+        does not run. Raises ValueError for outputs without logits, and for those of a shape that the head does not
+        give."""
+        model = self.small.model
+        made = with_labels(model, batch)
+        shape, vocabulary = tuple(made.labels.shape), head_weight(model, self.small.roles).shape[0]
+        if shape[-1] != vocabulary:
+            raise ValueError(
+                f"model: {shape} stands where logits stand, and the lm_head gives [..., {vocabulary}]. Legal: logits "
+                f"alone, first in a tuple, or as 'logits'"
+            )
+        return made
 
     @cached_property
     def truth(self) -> Truth:
@@ -163,9 +178,10 @@ class UnfitError(ValueError):
 def check_plan(
     model: nn.Module, mesh: Mesh, plan: Mapping[str, str], roles: Mapping[str, Role],
     sequence_parallel: bool | Literal["auto"], regather_inputs: bool, criterion: ModelLoss | None = None,
+    example: Batch | None = None,
 ) -> Form:  # fmt: skip
     """The form in which the swapped model is the plain one; the same on every rank. Raises UnfitError if there is none,
-    and NoCopyError without a proof. `criterion`: the loss is the model's own.
+    and NoCopyError without a proof. `criterion`: the loss is the model's own. `example`: as `on_a_copy`.
 
     Nothing is communicated. Our own GPT under its own plan is what tests prove, and is not proven again.
     """
@@ -187,11 +203,12 @@ def check_plan(
             found.append(difference)
         return trial, found, None
 
-    trial, found, form = on_a_copy(model, roles, tried)
+    trial, found, form = on_a_copy(model, roles, tried, example=example)
     if form is not None and has_more_blocks(model, roles):  # some may do what the first ones do not
         with suppress(NoCopyError):
             left = forms[forms.index(form) :]
-            trial, more, form = on_a_copy(model, roles, partial(tried, some=left), keeps_all=True)
+            again = partial(tried, some=left)
+            trial, more, form = on_a_copy(model, roles, again, keeps_all=True, example=example)
             found += more
     if form is not None:
         if sequence_parallel == "auto" and not form.sequence_parallel and mesh.rank == 0:
@@ -460,10 +477,11 @@ def on_a_copy(
     *,
     keeps_all: bool = False,
     is_quick: bool = False,
+    example: Batch | None = None,
 ) -> T:
     """What `look` finds on the first small copy that runs. Copies are as wide as the model, if that is quick;
-    narrower; as wide as they may be. `keeps_all`: of all blocks; `is_quick`: none that takes seconds. Raises
-    NoCopyError if none runs."""
+    narrower; as wide as they may be. `keeps_all`: of all blocks; `is_quick`: none that takes seconds; `example`: what
+    it runs on where random words do not do, or are not all that it takes. Raises NoCopyError if none runs."""
     why = ""
     for narrow, limit_bytes in _forms(model, roles):
         limit_bytes = min(limit_bytes, MOST_QUICK_BYTES) if is_quick else limit_bytes
@@ -472,11 +490,14 @@ def on_a_copy(
         except NoCopyError as error:
             why = str(error)
             continue
-        for tokens in (None, *own_lengths(small.model)):
+        runs = [] if example is None else [replace(small, example=example)]
+        if example is None or not is_more_than_words(example):
+            runs = [replace(small, tokens=tokens) for tokens in (None, *own_lengths(small.model))] + runs
+        for each in runs:
             try:
-                return look(replace(small, tokens=tokens))
+                return look(each)
             except (NoCopyError, NotRunError) as error:
-                why = str(error) if tokens is None else why
+                why = str(error) if each.tokens is None else why
     raise NoCopyError(why)
 
 

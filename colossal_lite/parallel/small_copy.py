@@ -29,7 +29,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from colossal_lite.data.batch import Batch
 from colossal_lite.numerics.torch_modes import tensors_in
+from colossal_lite.parallel.copy_batches import samples_of, words
 from colossal_lite.parallel.narrowing import Narrowing
 from colossal_lite.parallel.roles import Role
 from colossal_lite.transforms.activation_checkpoint import blocks_of
@@ -113,6 +115,15 @@ class SmallCopy:
     """Whether it has the widths of the model."""
     tokens: int | None = None
     """Of each sequence, where the model takes no other length; None: any."""
+    example: Batch | None = None
+    """What it is run on, where it does not run on random words."""
+
+    def batch(self, samples: int, tokens: int) -> Batch:
+        """Random words with every padding word among them, and random labels; or samples of the example. `tokens`: of
+        each sequence, if the model takes any."""
+        if self.example is not None:
+            return samples_of(self.example, samples, few_rows(self.model))
+        return words(samples, self.tokens or tokens, self.words, self.padding)
 
 
 class NoCopyError(ValueError):

@@ -387,15 +387,5 @@ def _last(labels: Tensor, logits: Tensor) -> Tensor:
     return labels[:, labels.shape[1] - logits.shape[1] :] if logits.dim() == 3 else labels
 
 
-def words(samples: int, tokens: int, vocabulary: int, padding: Sequence[int]) -> Batch:
-    """Random words with every padding word among them, and random labels."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(vocabulary, (samples, tokens), generator=generator)
-    for place, word in enumerate(padding):
-        ids[:, -1 - place] = word
-    labels = torch.randint(vocabulary, (samples, tokens), generator=generator)
-    return Batch((ids,), {}, labels=labels, samples=torch.arange(samples))
-
-
 def _line(error: BaseException) -> str:
     return (str(error).splitlines() or [repr(error)])[0][:300]

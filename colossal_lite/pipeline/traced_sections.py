@@ -355,6 +355,16 @@ class _Zeros(nn.Module):
         self.name, self.at = name, at
         self.shaped, self.like = (shaped,), like  # in a tuple: no module of this one
 
+    def __getattr__(self, name: str) -> Any:
+        """Modules within it, and parameters whose shape and dtype all stages may ask for."""
+        value = getattr(self.__dict__["shaped"][0], name)
+        path = f"{self.name}.{name}"
+        if isinstance(value, nn.Module):
+            return _Zeros(path, value, self.like, self.at)
+        if isinstance(value, nn.Parameter):
+            return OtherStageParameter.of(value, path, self.at, self.like)
+        raise AttributeError(f"{path} is read, and {self.name} is on another stage", name=name, obj=self)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.at.check(self.name)
 

@@ -26,9 +26,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from colossal_lite.data.batch import Batch
-from colossal_lite.memory.transfers import to_device
 from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.torch_modes import READ_NO_VALUES, DispatchMode, storage_of, tensors_in
+from colossal_lite.parallel.copy_batches import is_more_than_words, samples_of
 from colossal_lite.parallel.layer_swap import ancestors
 from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
@@ -89,10 +89,15 @@ class UnitTrace:
 PLAIN = (int, float, str, bool, type(None), torch.dtype)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a word, or a tuple of them."""
+    return all(map(is_plain, value)) if type(value) is tuple else isinstance(value, PLAIN)
+
+
 def settings_of(module: nn.Module) -> dict[str, Any]:
-    """The plain settings (numbers, words) of a module, which code around it may read."""
+    """The plain settings of a module, which code around it may read."""
     own = vars(module).items()
-    return {k: v for k, v in own if isinstance(v, PLAIN) and not k.startswith("_") and k != "training"}
+    return {k: v for k, v in own if is_plain(v) and not k.startswith("_") and k != "training"}
 
 
 class ValuesOfIds(TorchFunctionMode):
@@ -150,25 +155,9 @@ class TracedCopy:
                 ids = few_ids(self.model, tokens=self.tokens)
                 batch = Batch((ids,), {}, labels=ids, samples=ids[:, 0])
             else:
-                batch = _few_samples(self.example, few_rows(self.model), device)
+                batch = samples_of(self.example.with_one_row(), 2, few_rows(self.model), device)
             with generators_kept(), device, Plainly():
                 yield batch
-
-
-def _few_samples(example: Batch, rows: int, device: torch.device) -> Batch:
-    """Two samples of a batch, as a copy with tables of so few rows takes them."""
-    example = example.with_one_row()
-
-    def few(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        x = to_device(x[:2], device)
-        if x.is_floating_point():
-            return x.double()
-        return x if x.dtype == torch.bool else x.remainder(rows)
-
-    args, kwargs = tuple(map(few, example.args)), {name: few(x) for name, x in example.kwargs.items()}
-    return Batch(args, kwargs, few(example.labels), few(example.samples))
 
 
 def trace_units(model: nn.Module, example: Batch | None = None) -> tuple[UnitTrace, TracedCopy]:
@@ -208,7 +197,7 @@ def trace_units(model: nn.Module, example: Batch | None = None) -> tuple[UnitTra
 def _copies(model: nn.Module, example: Batch | None) -> Iterator[TracedCopy]:
     """Copies to run, one after another until one runs: of few rows, of all rows, at most without values."""
     shown = [] if example is None else [example]
-    on_ids = [] if example is not None and example.inputs.is_floating_point() else [None]
+    takes_ids = example is None or not (example.inputs.is_floating_point() or is_more_than_words(example))
     for roles in (table_roles(model), {}):
         try:
             copy = TracedCopy(small_copy(model, roles, None, LIMIT_BYTES, keeps_all=True).model)
@@ -217,7 +206,7 @@ def _copies(model: nn.Module, example: Batch | None) -> Iterator[TracedCopy]:
             copies = [bare, replace(bare, around=ValuesOfIds)]
         else:
             copies = [copy]
-        lengths = (None, *own_lengths(model)) if on_ids else ()
+        lengths = (None, *own_lengths(model)) if takes_ids else ()
         yield from (replace(each, tokens=tokens) for tokens in lengths for each in copies)
         yield from (replace(each, example=batch) for batch in shown for each in copies)
         if not copies[0].has_values:
@@ -261,7 +250,7 @@ def _watched(copy: TracedCopy, blocks: Sequence[str]) -> UnitTrace:
         f"{name}.{key}"
         for name, module in model.named_modules()
         for key, value in settings[name].items()
-        if not isinstance(now := vars(module).get(key), PLAIN) or now != value
+        if not is_plain(now := vars(module).get(key)) or now != value
     }
     return replace(evaluated.result(), changing=frozenset(changing))
 

@@ -1,0 +1,80 @@
+"""Makes what small copies run on: random words, or a few samples of the batch that a user shows.
+
+Note: which samples.
+Proofs must find the same on every rank.  So each rank takes the first samples of rank 0.  A proof that needs more of
+them repeats them, with numbers that are a little larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from colossal_lite.data.batch import Batch
+from colossal_lite.data.batch_checks import BATCH_KEYS
+from colossal_lite.distributed.communicator import Communicator
+from colossal_lite.memory.transfers import to_device, to_host
+
+FEW = 4
+"""Samples that all ranks get, at the most."""
+CPU = torch.device("cpu")
+
+
+def words(samples: int, tokens: int, vocabulary: int, padding: Sequence[int]) -> Batch:
+    """Random words with every padding word among them, and random labels."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(vocabulary, (samples, tokens), generator=generator)
+    for place, word in enumerate(padding):
+        ids[:, -1 - place] = word
+    labels = torch.randint(vocabulary, (samples, tokens), generator=generator)
+    return Batch((ids,), {}, labels=labels, samples=torch.arange(samples))
+
+
+def few_of_rank_0(batch: Batch, world: Communicator, device: torch.device) -> Batch | None:
+    """The first samples of the batch of rank 0, on the CPU of each rank; None if that has none. Collective."""
+    few = _mapped(batch, lambda x: x[:FEW].contiguous())
+    mine = [*few.args, *few.kwargs.values(), few.labels]
+    forms = [[str(x.dtype).removeprefix("torch."), *x.shape] for x in mine]
+    names, forms = world.gather_json([[*few.kwargs], forms])[0]
+    if not forms[-1][1]:
+        return None
+    received = (
+        [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for dtype, *shape in forms]
+        if world.coord
+        else mine
+    )
+    for x in received:
+        world.broadcast(x.view(-1).view(torch.uint8), 0)
+    *inputs, labels = map(to_host, received)
+    count = len(inputs) - len(names)
+    samples = torch.arange(len(labels))
+    return Batch(tuple(inputs[:count]), dict(zip(names, inputs[count:], strict=True)), labels, samples)
+
+
+def is_more_than_words(example: Batch) -> bool:
+    """Whether a forward has other arguments beside the one of its samples: words alone do not show what these do."""
+    others = [name for name in example.kwargs if name not in BATCH_KEYS]
+    return len(example.args) + len(others) > ("input_ids" not in example.kwargs)
+
+
+def samples_of(example: Batch, count: int, rows: int, device: torch.device = CPU) -> Batch:
+    """So many samples of it: numbers in float64, and ids that tables of `rows` have."""
+    number = torch.arange(count, device=device)
+
+    def drawn(x: Tensor) -> Tensor:
+        some = to_device(x, device)[number % len(x)]
+        if some.is_floating_point():
+            larger = 1 + number.div(len(x), rounding_mode="floor") / 8
+            return some.double() * larger.view(-1, *[1] * (some.dim() - 1))
+        return some if some.dtype == torch.bool else some.remainder(rows)
+
+    return replace(_mapped(example, drawn), samples=number)
+
+
+def _mapped(batch: Batch, each: Callable[[Tensor], Tensor]) -> Batch:
+    """The batch with another tensor for each argument and the labels."""
+    args, kwargs = tuple(map(each, batch.args)), {n: each(x) for n, x in batch.kwargs.items()}
+    return replace(batch, args=args, kwargs=kwargs, labels=each(batch.labels))
