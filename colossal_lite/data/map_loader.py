@@ -8,6 +8,11 @@ of every global batch, by the rule of `tensor_split`.  The stream does not depen
 order of coordinate they are the same batch at any world size.  A dataset that can only be iterated has a loader of its
 own (stream_loader.py).
 Cost: O(1) memory and about 0.1 ms for the permutation of a batch of usual size.  A rank fetches its own samples only.
+
+Note: samples that draw.
+A random crop reads the global generators.  They are seeded for each sample, by the seed and its position in the stream.
+So it is the same on any mesh, with any number of workers and in a resumed run, and another in each epoch.  A collator
+draws for a rank's part: its numbers follow from the position of that part.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from colossal_lite.data.batch_read import BatchRead
 from colossal_lite.data.loader import Collate, Loader, LoaderSettings, Place, collated, cut
 from colossal_lite.data.sample_order import Ids, Order
 from colossal_lite.data.worker_signals import begin_worker
+from colossal_lite.numerics.generators import drawn_between, generators_kept, seed_from, states
 
 COMPARED = 6
 """Samples of the next batch that ranks compare. No others: one that cannot be read must not fail before its step."""
@@ -46,7 +52,7 @@ class MapLoader(Loader):
         self.order = Order(
             self.num_samples, settings.global_batch, settings.seed, settings.shuffle, settings.drop_last
         )
-        self._fetch = _Fetch(dataset, settings.collate)
+        self._fetch = _Fetch(dataset, settings.collate, settings.seed)
         self._pieces = _Pieces(self.order, place)
         self._through_workers: DataLoader[Any] | None = None
 
@@ -99,6 +105,10 @@ class MapLoader(Loader):
         return self._through_workers
 
 
+_Piece = tuple[int, Ids]
+"""Position of its first sample in the stream, and dataset indices."""
+
+
 @dataclass
 class _Pieces:
     """The pieces of the epoch that a loader is in; read anew where workers live on. It knows no loader: workers end
@@ -108,32 +118,46 @@ class _Pieces:
     place: Place
     starts: range = range(0)
 
-    def __iter__(self) -> Iterator[Ids]:
+    def __iter__(self) -> Iterator[_Piece]:
         return map(self._piece, self.starts)
 
-    def _piece(self, start: int) -> Ids:
-        """Dataset indices of this coordinate's piece of the batch that begins at `start`."""
+    def _piece(self, start: int) -> _Piece:
+        """This coordinate's piece of the batch that begins at `start`."""
         first, last = cut(self.order.stop(start) - start, self.place.parts, self.place.part)
-        return self.order.ids(start + first, start + last)
+        return start + first, self.order.ids(start + first, start + last)
 
 
 @dataclass(frozen=True)
 class _Fetch:
-    """Dataset indices -> collated batch; a dataset whose samples are batches, so that workers can hold it."""
+    """Piece -> collated batch; a dataset whose samples are batches, so that workers can hold it."""
 
     dataset: MapDataset
     collate: Collate | None
+    seed: int
 
-    def __getitem__(self, ids: Ids) -> Any:
-        indices = [int(i) for i in ids]
+    def __getitem__(self, piece: _Piece) -> Any:
+        position, indices = piece[0], [int(i) for i in piece[1]]
         try:
-            return collated(self.collate, self._rows(indices), *([] if indices else self._rows([0])))
+            with generators_kept():
+                rows = self._rows(position, indices)
+                form = [] if rows else self._rows(position, [0])
+                seed_from("collate", self.seed, position)
+                return collated(self.collate, rows, *form)
         except (IndexError, StopIteration) as error:
             raise ValueError(
                 f"dataset: {type(error).__name__} for a sample of {indices}: {error}; legal: a sample for every index "
                 f"below len(dataset) = {len(self.dataset)}"
             ) from error
 
-    def _rows(self, indices: list[int]) -> list[Any]:
+    def _rows(self, position: int, indices: list[int]) -> list[Any]:
         at_once = getattr(self.dataset, "__getitems__", None)  # torch's name for several samples in one read
-        return list(at_once(indices)) if at_once and indices else [self.dataset[i] for i in indices]
+        if at_once and len(indices) > 1:
+            before = states()
+            rows = list(at_once(indices))
+            if not drawn_between(before, states()):
+                return rows
+        return [self._row(position + k, i) for k, i in enumerate(indices)]
+
+    def _row(self, position: int, index: int) -> Any:
+        seed_from("sample", self.seed, position)
+        return self.dataset[index]

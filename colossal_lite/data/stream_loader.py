@@ -6,6 +6,10 @@ is the number of samples handed out, as of any loader.  To go on from there the 
 Whole passes are not, once the length of one is known.  So every pass must have the same number of samples.  A stream
 must give the same samples again: `set_epoch` is called where a dataset has it.
 
+Note: a stream that draws.
+It has global generators of its own in each pass, seeded by the seed of the run and the number of the pass.  So a random
+crop is the same on every rank and in a resumed run.  A collator draws for a rank's part, by the position of the part.
+
 Note: what ranks compare.
 Each rank notes what it reads of a global batch.  The next one is read ahead, and its size is noted too.  The step
 compares the notes (batch_read.py).  So ranks also know together that a pass ends.  Cost: a checksum of each sample.
@@ -27,6 +31,7 @@ from colossal_lite.data.batch_read import BatchRead
 from colossal_lite.data.checksums import checksum
 from colossal_lite.data.loader import Loader, LoaderSettings, Place, collated, cut
 from colossal_lite.data.worker_signals import begin_worker
+from colossal_lite.numerics.generators import OwnDraws, generators_kept, seed_from
 
 Given = tuple[int, Any, BatchRead | None]
 
@@ -42,21 +47,28 @@ class _Pass(IterableDataset[Given]):
     skipped: int
     begun: int
     """Samples of the run before this pass."""
+    epoch: int
     fields: tuple[str, ...] | None
 
     def __iter__(self) -> Iterator[Given]:
-        source, settings = iter(self.dataset), self.settings
-        total = sum(1 for _ in itertools.islice(source, self.skipped))
+        settings, draws = self.settings, OwnDraws("pass", self.settings.seed, self.epoch)
+        with draws.turn():
+            source = iter(self.dataset)
+            total = sum(1 for _ in itertools.islice(source, self.skipped))
+
+        def read_rows() -> list[Any]:
+            with draws.turn():
+                return list(itertools.islice(source, settings.global_batch))
+
         needed = settings.global_batch if settings.drop_last else 1
-        rows = list(itertools.islice(source, settings.global_batch))
+        rows = read_rows()
         while (count := len(rows)) >= needed:
-            first, last = cut(count, self.place.parts, self.place.part)
-            batch, read = collated(settings.collate, rows[first:last], rows[0]), None
+            batch, read = self._piece(rows, total), None
             ahead, failed = None, None
             if self.place.compares:
                 marks = tuple(checksum(row, self.fields) for row in rows)
                 try:
-                    rows = ahead = list(itertools.islice(source, settings.global_batch))
+                    rows = ahead = read_rows()
                 except Exception as error:  # raised when that batch is asked for
                     failed = error
                 read = BatchRead(
@@ -67,8 +79,15 @@ class _Pass(IterableDataset[Given]):
             if failed is not None:
                 raise failed
             if ahead is None:
-                rows = list(itertools.islice(source, settings.global_batch))
+                rows = read_rows()
         yield total + count, None, None
+
+    def _piece(self, rows: list[Any], total: int) -> Any:
+        """This coordinate's piece of the batch `rows`, which begins after `total` samples of the pass."""
+        first, last = cut(len(rows), self.place.parts, self.place.part)
+        with generators_kept():
+            seed_from("collate", self.settings.seed, self.begun + total + first)
+            return collated(self.settings.collate, rows[first:last], rows[0])
 
 
 class StreamLoader(Loader):
@@ -131,7 +150,7 @@ class StreamLoader(Loader):
             )
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self._epoch)
-        one = _Pass(self.dataset, self.settings, self.place, skipped, self._begun, self.fields)
+        one = _Pass(self.dataset, self.settings, self.place, skipped, self._begun, self._epoch, self.fields)
         return iter(one) if self.settings.workers == 0 else iter(self._through_worker(one))
 
     def _through_worker(self, one: _Pass) -> DataLoader[Any]:

@@ -258,7 +258,8 @@ def _optimizer_of(
     config = context.config
     if factory is not None:
         scheduled = config.lr_scheduler.type != "constant"
-        return OwnOptimizer(built.chunks, built.trainable, factory, scheduled=scheduled), None
+        own = OwnOptimizer(built.chunks, built.trainable, factory, scheduled=scheduled, seed=config.seed)
+        return own, None
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     ops = built.parallelized.ops
     return chunk_optimizer(built.chunks, config, ops, shapes, context.mesh, built.records, built.frozen)

@@ -1,11 +1,13 @@
-"""Reads and keeps the global random generators of a process: torch's, Python's and numpy's.
+"""Reads, keeps and seeds the global random generators of a process: torch's, Python's and numpy's.
 
 Note: proofs run a user's code on small copies, which may draw.  They leave the generators as they were, so that a run
-draws what it would draw without them.
+draws what it would draw without them.  Datasets, and an optimizer of the user's own, may draw too.  Their numbers
+follow from the seed of the run alone: every rank has them, and so has a resumed run.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,11 +44,52 @@ def _differ(one: Any, other: Any) -> bool:
 @contextmanager
 def generators_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
     """Context: the generators are behind it as they were before it."""
-    before = states()
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            random.setstate(before[PYTHON])
-            if NUMPY in before:
-                sys.modules["numpy"].random.set_state(before[NUMPY])
+    before = states(devices)
+    try:
+        yield
+    finally:
+        _restore(before, devices)
+
+
+def _restore(kept: Mapping[str, Any], devices: Sequence[torch.device]) -> None:
+    own, *on_devices = kept[TORCH]
+    torch.set_rng_state(own)
+    for state, device in zip(on_devices, devices, strict=True):
+        torch.cuda.set_rng_state(state, device)
+    random.setstate(kept[PYTHON])
+    if NUMPY in kept:
+        sys.modules["numpy"].random.set_state(kept[NUMPY])
+
+
+def seed_from(*key: int | str, devices: Sequence[torch.device] = ()) -> None:
+    """Set the generators to what follows from `key`, and from nothing else."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little")
+    torch.default_generator.manual_seed(number >> 1)
+    for device in devices:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(number >> 1)
+    random.seed(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number & 0xFFFFFFFF)
+
+
+class OwnDraws:
+    """The generators of code that runs in turns with other code: they begin at `key` and go on from turn to turn."""
+
+    def __init__(self, *key: int | str, devices: Sequence[torch.device] = ()) -> None:
+        self._key, self._devices = key, devices
+        self._state: Mapping[str, Any] | None = None
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Context in which that code runs. The generators of all other code are behind it as they were."""
+        with generators_kept(self._devices):
+            if self._state is None:
+                seed_from(*self._key, devices=self._devices)
+            else:
+                _restore(self._state, self._devices)
+            try:
+                yield
+            finally:
+                self._state = states(self._devices)

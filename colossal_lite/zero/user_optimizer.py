@@ -9,6 +9,9 @@ Its state is full on every rank, so the weights must be too: ZeRO stage 0, no te
 With a pipeline the list has the same length, so groups are alike on all ranks.  Parameters of other stages are on the
 meta device, and never have a gradient.  A step that makes one parameter depend on another cannot be made stage by
 stage.  Small probes detect that before anything is allocated.
+
+Note: an optimizer that draws, as for noise.
+It has random generators of its own, seeded by the seed of the run.  So all ranks draw alike, and have equal weights.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torch.optim import Optimizer
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.link import Link
 from colossal_lite.memory.transfers import sent_back
-from colossal_lite.numerics.generators import generators_kept
+from colossal_lite.numerics.generators import OwnDraws, generators_kept
 from colossal_lite.numerics.torch_modes import storage_of
 from colossal_lite.schedule.optimizer_updates import update_plan
 from colossal_lite.schedule.plan import Action, ActionKind
@@ -40,9 +43,10 @@ class OwnOptimizer:
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], shapes: Mapping[str, torch.Size], factory: Factory, *, scheduled: bool
-    ) -> None:
-        """`shapes` of the whole model, in its order; `scheduled`: the learning rates follow the config's schedule."""
+        self, chunks: Sequence[Chunk], shapes: Mapping[str, torch.Size], factory: Factory, *, scheduled: bool, seed: int
+    ) -> None:  # fmt: skip
+        """`shapes` of the whole model, in its order; `scheduled`: the learning rates follow the config's schedule.
+        `seed`: of what the optimizer draws."""
         self._chunks, self._scheduled = tuple(chunks), scheduled
         self.parameters: dict[str, nn.Parameter] = {}
         for chunk in self._chunks:
@@ -50,8 +54,11 @@ class OwnOptimizer:
                 self.parameters[entry.name] = nn.Parameter(chunk.of(chunk.master, entry, shapes[entry.name]))
         dtype = self._chunks[0].master.dtype if self._chunks else torch.float32
         given = in_order_of(shapes, self.parameters, dtype)
+        devices = {chunk.master.device for chunk in self._chunks if chunk.master.is_cuda}
+        self._draws = OwnDraws("optimizer", seed, devices=list(devices))
         try:
-            self._optimizer = factory(list(given.values()))
+            with self._draws.turn():
+                self._optimizer = factory(list(given.values()))
         except (RuntimeError, NotImplementedError) as error:
             if len(self.parameters) == len(given):
                 raise
@@ -90,7 +97,8 @@ class OwnOptimizer:
             if self._scheduled:
                 group["lr"] = peak * factor
         before = self._bits()
-        self._optimizer.step()
+        with self._draws.turn():
+            self._optimizer.step()
         self._refuse_other_memory()
         for chunk in self._chunks:
             chunk.publish(0, chunk.spec.numel)

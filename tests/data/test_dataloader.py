@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import random
 import re
 import signal
 import time
 from collections import Counter, UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
 
 from colossal_lite.data.batch_checks import StatedSizes, check_batch
 from colossal_lite.data.dataloader import dataloader
@@ -214,6 +217,60 @@ def test_workers_give_the_same_batches_and_leave_the_global_generator_alone() ->
     got = [ids(batch) for batch in worked.take(7)]
     assert torch.equal(torch.get_rng_state(), state)
     assert got == [ids(batch) for batch in plain.take(7)] and worked.samples == plain.samples == 28
+
+
+class Drawn:
+    """Samples that begin with their index; torch's, Python's and numpy's generators draw the rest."""
+
+    def __init__(self, at_once: bool = False) -> None:
+        if at_once:
+            self.__getitems__ = lambda indices: [self[i] for i in indices]
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        drawn = [float(torch.rand(())), random.random(), float(np.random.rand())]
+        return torch.tensor([index, *drawn], dtype=torch.float64)
+
+
+class DrawnStream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(Drawn().__getitem__, range(10))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "dataset", [Drawn(), Drawn(at_once=True), DrawnStream()], ids=["one", "many", "stream"]
+)
+def test_what_samples_draw_is_one_stream_on_any_mesh_and_in_a_resumed_run(dataset: Any, workers: int) -> None:
+    """Workers drew the same numbers in every epoch and on every rank; a resumed run drew those of its begin."""
+
+    def rows(parts: int, begin: int, count: int) -> list[list[float]]:
+        pieces = []
+        for part in range(parts):
+            torch.manual_seed(part), random.seed(part), np.random.seed(part)
+            loader = dataloader(
+                dataset, place=Place(parts, part), start=begin, global_batch=4, workers=workers
+            )
+            pieces.append(list(loader.take(count)))
+        return [row for batch in zip(*pieces, strict=True) for piece in batch for row in piece.tolist()]
+
+    straight = rows(1, 0, 6)
+    assert rows(2, 0, 3) + rows(3, 12, 3) == straight
+    assert len({number for row in straight for number in row[1:]}) == 3 * len(straight), "none is drawn twice"
+
+
+def test_a_collator_that_draws_draws_anew_in_each_epoch_and_leaves_the_generators_alone() -> None:
+    def noise(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.rand(len(rows))
+
+    state = torch.get_rng_state()
+    parts = [dataloader(numbers(8), place=Place(2, part), global_batch=4, collate=noise) for part in range(2)]
+    drawn = [torch.cat(list(loader.take(4))).tolist() for loader in parts]
+    assert len({*drawn[0], *drawn[1]}) == 16 and torch.equal(torch.get_rng_state(), state)
+    resumed = dataloader(numbers(8), place=Place(2, 1), global_batch=4, collate=noise, start=12)
+    assert torch.cat(list(resumed.take(1))).tolist() == drawn[1][-2:]
 
 
 def test_workers_leave_signals_to_their_parent() -> None:

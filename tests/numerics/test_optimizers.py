@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import warnings
 from functools import partial
 from typing import Any
@@ -113,6 +114,35 @@ def test_an_optimizer_of_ones_own_updates_the_master_weights() -> None:
     assert out["state"]["exp_avg"] == ((37, 16), torch.float32)
     assert out["bytes"] >= 8 * out["elements"]
     assert any("config.optimizer has no effect" in line for line in out["said"])
+
+
+class Noisy(torch.optim.SGD):
+    """Gradient descent with noise, as Langevin dynamics have it."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-2 * random.random())
+
+
+def with_noise(env: RankEnv) -> dict[str, torch.Tensor]:
+    case = Case()
+    torch.manual_seed(env.rank)
+    random.seed(env.rank)
+    with env.launch(case.full_config) as context:
+        engine = cl.initialize(case.model, context=context, optimizer=lambda given: Noisy(given, lr=0.1))
+        for step in range(2):
+            engine.train_step(context.local_batch(case.batch(step)))
+        return engine.full_state_dict()
+
+
+def test_an_optimizer_that_draws_draws_alike_on_all_ranks() -> None:
+    """Before, each rank drew its own noise, and trained weights of its own from then on."""
+    (alone,) = run_world(with_noise, 1)
+    for weights in run_world(with_noise, 2):
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, alone[name], rtol=0, atol=1e-10)
 
 
 def refused(env: RankEnv, what: str) -> None:
