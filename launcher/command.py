@@ -280,7 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:  # a file of the command cannot be written or read
-        print(error, file=sys.stderr)
+        place = f"{error.filename}: " if error.filename else ""
+        legal = "legal: a path that can be read or written, in a folder that exists"
+        print(f"{place}{error.strerror or error}; {legal}", file=sys.stderr)
         return 2
     except CheckpointError as error:
         print(error, file=sys.stderr)

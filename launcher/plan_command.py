@@ -67,6 +67,10 @@ class PlanCommand:
 
         from colossal_lite.planner import advice, model_source, planner, run_plan
 
+        if self.svg is not None and not self.svg.parent.is_dir():
+            raise ValueError(
+                f"--svg {self.svg}: there is no folder {self.svg.parent}; legal: a file in one that exists"
+            )
         config = Config.load(self.path, self.overrides)
         model = model_source.find_model(self.model)
         if self.compare is not None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import Positional
@@ -69,7 +70,7 @@ def built(text: str) -> nn.Module:
     function = function_of(text)
     try:
         made = function()
-    except Exception as error:  # of a user's code, whatever it is
+    except (Exception, SystemExit) as error:  # of a user's code, whatever it is
         raise ValueError(f"model {text}: {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
         raise ValueError(f"model {text}: the function returned {type(made).__name__}; legal: an nn.Module")
@@ -82,25 +83,28 @@ def function_of(text: str) -> Callable[[], object]:
     legal = "legal: FILE.py:FUNCTION, module:FUNCTION, or a folder with config.json"
     if not place or not name.isidentifier():
         raise ValueError(f"model {text}: names no function; {legal}")
-    if place.endswith(".py"):
-        path = Path(place)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if not path.is_file() or spec is None or spec.loader is None:
-            raise ValueError(f"model {text}: there is no file {place}; {legal}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module  # dataclasses look their module up
-        sys.path.insert(0, str(path.parent.resolve()))
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"model {text}: {error}; {legal}") from None
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ValueError(f"model {text}: there is no file {place}; {legal}")
+    try:
+        module = _module_of(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except (Exception, SystemExit) as error:  # of a user's code, whatever it is
+        raise ValueError(f"model {text}: {type(error).__name__}: {error}; {legal}") from error
     found = getattr(module, name, None)
     if not callable(found):
         raise ValueError(f"model {text}: {place} has no function {name}; {legal}")
     function: Callable[[], object] = found
     return function
+
+
+def _module_of(path: Path) -> ModuleType:
+    """The module of a file; files beside it can be imported."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec.loader.exec_module(module)
+    return module
 
 
 def _of_folder(folder: Path) -> nn.Module:

@@ -318,3 +318,8 @@ def get_path(raw: Any, path: str) -> Any:
         else:
             return ABSENT
     return raw
+
+
+def more_ranks(stage: int) -> str:
+    """The ranks with which each has less state: ZeRO shards it over them from stage 1 on."""
+    return "more ranks" if stage else "zero.stage=1 on two or more ranks"

@@ -80,7 +80,7 @@ def read_source(source: object) -> tuple[Mapping[Any, Any], Literal["user", "fil
         )
     except ConfigError:
         raise
-    except Exception as error:  # any error of the user's file is reported on one line
+    except (Exception, SystemExit) as error:  # any error of the user's file is reported on one line
         line = _line_of(error, path)
         raise _unreadable(
             name, f"cannot be read: {type(error).__name__}{line}: {error}", "a file that runs alone"
@@ -123,7 +123,7 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return read
 
 
-def _line_of(error: Exception, path: Path) -> str:
+def _line_of(error: BaseException, path: Path) -> str:
     """The line of the user's file where an error arose: the last of its frames there."""
     line, trace = getattr(error, "lineno", None), error.__traceback__
     while trace:
@@ -245,12 +245,22 @@ def lay_over(
         elif not tokens:
             problems.append(Problem(path, ABSENT, "needs a value", f"--{path} value"))
         elif not _set(raw, path, _typed(field, tokens)):
-            problems.append(
-                Problem(path, " ".join(tokens), "is no entry of the list", "an index that exists")
-            )
+            problems.append(_no_entry(raw, path, _typed(field, tokens)))
         else:
             paths.append(path)
     return paths, notices, problems
+
+
+def _no_entry(raw: Mapping[str, Any], path: str, value: object) -> Problem:
+    """Names the entries that a list has, or how to give one to an empty list. Entries have a pattern to match."""
+    names = path.split(".")
+    place = next(i for i, name in enumerate(names) if name.isdecimal())
+    given = ".".join(names[:place])
+    entries = get_path(raw, given)
+    count = len(entries) if isinstance(entries, tuple) else 0
+    entry = {"match": "*", names[-1]: value}
+    legal = f"{given}.0 to {given}.{count - 1}" if count else f'--{given} "[{entry}]"'
+    return Problem(path, value, f"is no entry of the list, which has {count or 'none'}", legal)
 
 
 def _options(tokens: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,6 +236,8 @@ def write_hf(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tens
     if folder.exists():
         raise ValueError(f"{folder}: is there already; legal: the name of a folder to be made")
     part = folder.with_name(f".{folder.name}.part")
+    if part.is_dir():
+        shutil.rmtree(part)  # of a write that did not end
     part.mkdir(parents=True)
     groups: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():

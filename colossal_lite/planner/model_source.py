@@ -76,7 +76,7 @@ def _of_function(place: str, name: str) -> Builder:
                 found = runpy.run_path(place, run_name="colossal_lite_model").get(name)
             else:
                 found = getattr(importlib.import_module(place), name, None)
-    except Exception as error:  # any error of the user's file is reported on one line
+    except (Exception, SystemExit) as error:  # any error of the user's file is reported on one line
         raise ValueError(f"model: {place}: {type(error).__name__}: {error}; legal: {LEGAL}") from error
     if not callable(found):
         raise ValueError(f"model: {place} has no function {name!r}; legal: {LEGAL}")
@@ -86,7 +86,7 @@ def _of_function(place: str, name: str) -> Builder:
 def _built(function: Callable[[], Any], name: str) -> nn.Module:
     try:
         made = function()
-    except Exception as error:  # as above
+    except (Exception, SystemExit) as error:  # as above
         first, *_ = str(error).splitlines() or [""]
         raise ValueError(
             f"model: {name}: {type(error).__name__}: {first}; legal: a function that builds a module, also on the meta "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from colossal_lite.config.errors import Problem
+from colossal_lite.config.errors import Problem, more_ranks
 from colossal_lite.config.memory_schema import MemoryConfig
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.weight_chunk import WeightChunk
@@ -85,20 +85,21 @@ def device_problems(
 
 def host_problems(
     memory: MemoryConfig, placed: StatePlacement, chunks: Sequence[Chunk],
-    optimizer: ChunkOptimizer | OwnOptimizer, device: torch.device, *, outlives: bool,
+    optimizer: ChunkOptimizer | OwnOptimizer, device: torch.device, *, outlives: bool, stage: int,
 ) -> Iterator[Problem]:  # fmt: skip
-    """Why the host's budget is too small, if it is. `outlives`: a store takes all state when the engine is closed."""
+    """Why the host's budget is too small, if it is. `outlives`: a store takes all state when the engine is closed.
+    `stage`: of ZeRO; without it each data rank has all state."""
     budget = memory.host_budget
     if budget is None:
         return
     held, first = _host_bytes(memory, placed, optimizer, device), placed.first_host_bytes
     at_first = first_placement(memory, placed, device)
-    left = 0
+    left, ranks = 0, more_ranks(stage)
     if outlives:
         left = max(_left_bytes(memory, each, chunks, optimizer, device) for each in (placed, at_first))
     if left > max(held, first, budget):
         rule = f"{left:,} bytes are on the host when the engine is closed: the store takes all state"
-        legal = f"{left:,} or more, more ranks; or no store: a checkpoint hands on what the host cannot hold"
+        legal = f"{left:,} or more, {ranks}; or no store: a checkpoint hands on what the host cannot hold"
         yield Problem("memory.host_budget", budget, rule, legal)
     elif max(held, first) > budget:
         least = " at the least" if memory.spills_to_disk else ""
@@ -108,7 +109,7 @@ def host_problems(
         other += "a larger device_budget, " if memory.placement == "auto" and not when else ""
         disk_bytes = _on_disk_instead(memory, placed, len(chunks), optimizer, device)
         disk = f"; or memory.disk_dir, for {disk_bytes:,} bytes of optimizer state" if disk_bytes else ""
-        legal = f"{max(held, first):,} or more, {other}more ranks{disk}"
+        legal = f"{max(held, first):,} or more, {other}{ranks}{disk}"
         yield Problem("memory.host_budget", budget, rule, legal)
 
 

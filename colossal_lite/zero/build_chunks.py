@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from colossal_lite.config.errors import Problem, refuse
+from colossal_lite.config.errors import Problem, more_ranks, refuse
 from colossal_lite.config.memory_schema import MemoryConfig
 from colossal_lite.config.zero_stage import Sharding
 from colossal_lite.distributed.communicator import Communicator
@@ -227,7 +227,7 @@ def chunk_optimizer(
     if faults and made is not None:
         made.close()
     other = "a larger memory.host_budget" if memory.spills_to_disk else "memory.placement='host'"
-    legal = f"a directory with room, {other}, a higher zero.stage or more ranks"
+    legal = f"a directory with room, {other}, or {more_ranks(config.zero.stage)}"
     refuse(Problem("memory.disk_dir", memory.disk_dir, fault, legal) for fault in faults)
     assert made is not None
     choice.tell(mesh.rank)

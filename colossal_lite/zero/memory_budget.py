@@ -398,8 +398,9 @@ class MemoryBudget:
 
     def _refuse(self, placed: StatePlacement, *, is_floor: bool = False) -> None:
         on_host = host_problems(
-            self._memory, placed, self._chunks, self._optimizer, self._device, outlives=self._outlives
-        )
+            self._memory, placed, self._chunks, self._optimizer, self._device, outlives=self._outlives,
+            stage=self._config.zero.stage,
+        )  # fmt: skip
         self._raise([*self._device_problems(placed, is_floor=is_floor), *on_host])
 
     def _device_problems(

@@ -17,6 +17,8 @@ from colossal_lite.launcher import command as cli
 from colossal_lite.launcher import doctor
 
 ROOT = Path(__file__).parents[2]
+PLAN_OF_MODEL = ["plan", "{config}", "--batch", "2", "--sequence", "8", "--world", "2", "--model"]
+PLAN = [*PLAN_OF_MODEL, "layers=2,heads=2,width=8", "--parallel.pipeline.size", "2"]
 SCHEDULE = ["schedule", "--stages", "2", "--micro-batches", "3", "--name", "1f1b"]
 
 
@@ -149,6 +151,15 @@ def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]
         ),
         ([*SCHEDULE, "--cost", "nan", "1", "1"], "cost nan, 1, 1"),
         ([*SCHEDULE, "--latency-s", "-5"], "latency -5: give finite seconds >= 0"),
+        (
+            ["config", "show", "{config}", "--optimizer.groups.0.lr", "0.5"],
+            "which has none; legal: --optimizer.groups \"[{'match': '*', 'lr': 0.5}]\"",
+        ),
+        (
+            [*PLAN, "--svg", "nowhere/schedule.svg"],
+            "--svg nowhere/schedule.svg: there is no folder nowhere; legal: a file in one that exists",
+        ),
+        ([*PLAN, "--svg", "."], ".: Is a directory; legal: a path that can be read or written"),
     ],
 )
 def test_requests_that_cannot_be_exit_2_with_the_reason_on_standard_error(
@@ -156,6 +167,26 @@ def test_requests_that_cannot_be_exit_2_with_the_reason_on_standard_error(
 ) -> None:
     code, out, err = run(capsys, *(argument.format(config=config) for argument in arguments))
     assert (code, out) == (2, "") and says in err
+
+
+@pytest.mark.parametrize("command", [["roles"], PLAN_OF_MODEL], ids=["roles", "plan"])
+@pytest.mark.parametrize("text", ["import sys\nsys.exit(7)", "1 / 0"])
+def test_a_file_of_a_model_that_does_not_run_is_named(
+    capsys: pytest.CaptureFixture[str], config: str, tmp_path: Path, command: list[str], text: str
+) -> None:
+    """Before, a file that exits ended the command without a word."""
+    (tmp_path / "model.py").write_text(text)
+    named = f"{tmp_path}/model.py:build"
+    code, out, err = run(capsys, *(argument.format(config=config) for argument in command), named)
+    fault = "SystemExit: 7" if "sys" in text else "ZeroDivisionError"
+    assert (code, out) == (2, "") and fault in err and "legal" in err
+
+
+def test_a_setting_of_a_group_that_is_refused_is_legal_as_it_is_told(
+    capsys: pytest.CaptureFixture[str], config: str
+) -> None:
+    code, out, _ = run(capsys, "config", "show", config, "--optimizer.groups", "[{'match': '*', 'lr': 0.5}]")
+    assert code == 0 and "optimizer.groups.0.lr" in out
 
 
 @pytest.mark.parametrize("arguments", [["nope"], [], ["schedule", "--name", "1f2b"], ["config"]])
@@ -205,6 +236,7 @@ BAD = {
         "an int >= 1",
     ),
     "world.json": ('{"parallel": {"data": 3}}', "parallel.data = 3", "the world has 1 rank"),
+    "exits.py": ("import sys\nsys.exit(7)", "SystemExit in line 2: 7", "a file that runs alone"),
     "combination.toml": ("[lr_scheduler]\ntype = 'cosine'\n", "lr_scheduler.total_steps", "cosine needs it"),
 }
 SCRIPT = """

@@ -376,7 +376,11 @@ def test_a_host_budget_without_room_for_what_is_left_in_a_store_is_refused_when_
     assert (
         f"memory.host_budget = {left - 1}: {left:,} bytes are on the host when the engine is closed" in told
     )
-    assert f"legal: {left:,} or more, more ranks; or no store: a checkpoint" in told
+    assert f"legal: {left:,} or more, zero.stage=1 on two or more ranks; or no store: a checkpoint" in told
+    sharded = replace(case, config=case.config | {"zero": dict(stage=1)})
+    (least,) = {*run_world(left_bytes, 2, sharded)}
+    assert least < left and run_world(told_of, 2, sharded, least) == ["", ""], "the choice that it names"
+    assert "or more, more ranks; or no store" in run_world(told_of, 2, sharded, least - 1)[0]
 
 
 def test_records_that_are_on_disk_for_want_of_room_are_not_brought_to_a_store_beyond_it(
