@@ -11,7 +11,7 @@ Cost: O(1) memory and about 0.1 ms for the permutation of a batch of usual size.
 
 Note: samples that draw.
 A random crop reads the global generators.  They are seeded for each sample, by the seed and its position in the stream.
-So it is the same on any mesh, with any number of workers and in a resumed run, and another in each epoch.  A collator
+So it is the same on any mesh, with any workers and in a resumed run.  Each epoch has another.  A collator
 draws for a rank's part: its numbers follow from the position of that part.
 """
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from colossal_lite.checkpoint.manifest import CheckpointError, changes
+from colossal_lite.checkpoint.manifest import Change, CheckpointError, changes
 from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.checkpoint.run_state import Loaded
 from colossal_lite.data.loader import Loader
@@ -39,6 +39,9 @@ from colossal_lite.observe.flops import device_peak_flops
 from colossal_lite.observe.report import REPORT
 from colossal_lite.observe.run_log import RankLog, RunLog, Scale
 from colossal_lite.observe.sinks import run_sinks
+
+ORDERING = ("global_batch", "shuffle", "drop_last", "labels")
+"""Settings of a loader that decide which samples a step trains on, and how."""
 
 
 class Run:
@@ -117,7 +120,12 @@ class Run:
             self._log.say(f"{state} {made} of {steps}{' steps' if made == steps else ''}, nothing to do")
             return iter(())
         refuse_sizes("dataset", self._loader, self.context.config, steps=steps - made)
-        self._extra["data"] = {"samples": found, "global_batch": self._loader.settings.global_batch}
+        self._extra["data"] = {
+            "samples": found,
+            **{name: getattr(self._loader.settings, name) for name in ORDERING},
+        }
+        if start:
+            self._tell_other_order(self._extra["data"])
         self._log.total_steps = steps
         self._tell_settings(steps)
         rows = self.engine.config.resolved()
@@ -276,6 +284,12 @@ class Run:
                 print(f"fresh: earlier checkpoints are in {aside}", flush=True)
         if refused := self.context.mesh.world.gather_json(refused)[0]:
             raise ValueError(f"fresh: {refused}; legal: another directory")
+
+    def _tell_other_order(self, data: Mapping[str, Any]) -> None:
+        """Print the settings of the data that are others than before the resume."""
+        for name, value in data.items():
+            if (then := self._data_before.get(name, value)) != value:
+                self._log.say(str(Change(f"data.{name}", then, value, "numeric")))
 
     def _tell_settings(self, steps: int) -> None:
         """Print settings that are defaults, and a schedule that ends before the run."""

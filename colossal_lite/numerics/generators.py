@@ -75,7 +75,7 @@ def seed_from(*key: int | str, devices: Sequence[torch.device] = ()) -> None:
 
 
 class OwnDraws:
-    """The generators of code that runs in turns with other code: they begin at `key` and go on from turn to turn."""
+    """Generators of code that runs in turns with other code. They begin at `key`, and go on in each turn."""
 
     def __init__(self, *key: int | str, devices: Sequence[torch.device] = ()) -> None:
         self._key, self._devices = key, devices

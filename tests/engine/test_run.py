@@ -158,7 +158,8 @@ def test_a_stopped_run_goes_on_to_the_same_rows_evaluations_of_its_last_step_inc
     assert [row["ended"] for row in ended] == [0, 0] and [*ended[0]["valid"]] == [3, 6]
     manifest = inspect(listed(tmp_path / "checkpoints")[0])
     assert (manifest.step, manifest.samples) == (6, 24)
-    assert manifest.extra == {"facts": {"width": 8}, "data": {"samples": 22, "global_batch": 4}}
+    order = {"global_batch": 4, "shuffle": True, "drop_last": True, "labels": "shifted"}
+    assert manifest.extra == {"facts": {"width": 8}, "data": {"samples": 22, **order}}
     capsys.readouterr()
     again = run_world(looped, 2, str(tmp_path), dict(facts={"width": 9}))
     assert [*again[0]["losses"]] == [7, 8, 9]
@@ -168,6 +169,21 @@ def test_a_stopped_run_goes_on_to_the_same_rows_evaluations_of_its_last_step_inc
     )
     for name in ("metrics.jsonl", "evaluation.jsonl"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_resumed_run_tells_of_data_in_another_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = [(torch.full((6,), float(i)).double(), torch.ones(6).double()) for i in range(10)]
+    for steps, options in ((2, {}), (3, {}), (4, dict(shuffle=False, global_batch=2))):
+        with cl.launch(CONFIG, rank=0, world_size=1) as context:
+            engine = cl.initialize(Regression().double(), context=context, criterion=squares)
+            run = cl.Run(tmp_path, engine)
+            for batch in run.batches(pairs, steps=steps, **{"global_batch": 4, **options}):
+                run.step(batch)
+        told = [line for line in capsys.readouterr().out.splitlines() if "data." in line]
+        assert len(told) == len(options)
+    assert "data.shuffle was True, is False: later steps differ" in told[1]
 
 
 def test_a_run_goes_on_on_another_mesh(whole: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.checkpoint.tools import export, import_
 from colossal_lite.distributed.key_value_store import LocalStore
 from colossal_lite.launcher import command
+from colossal_lite.launcher.command import main
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.models.hf import config_from_hf, config_to_hf, from_hf, load_pretrained, to_hf, write_hf
 from colossal_lite.sharding.mesh_layout import MeshLayout
@@ -197,6 +198,23 @@ def test_wrong_tensors_are_listed(tmp_path: Path) -> None:
     theirs["model.norm.weight"] = theirs.pop("extra")[:-1]
     with pytest.raises(ValueError, match=r"shape: norm.weight is \(31,\), its config says \(32,\)"):
         from_hf(config, theirs)
+
+
+def test_an_export_goes_where_an_earlier_one_was_killed_and_a_place_that_cannot_be_is_told_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of(CONFIGS["gpt2"])
+    written = config_to_hf(model.config), to_hf(model.config, model.state_dict())
+    (tmp_path / ".hf.part").mkdir()
+    (tmp_path / ".hf.part" / "model-00001-of-00009.safetensors").write_text("half")
+    write_hf(tmp_path / "hf", *written)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "hf", "model.safetensors"]
+    assert main(["ckpt", "from-hf", str(tmp_path / "hf"), str(tmp_path / "checkpoints")]) == 0
+    (tmp_path / "file").write_text("")
+    code = main(["ckpt", "to-hf", str(tmp_path / "checkpoints"), str(tmp_path / "file" / "out")])
+    told = capsys.readouterr().err
+    assert code == 2 and "Not a directory; legal: a path that can be read or written" in told
+    assert "Errno" not in told
 
 
 def test_a_folder_is_never_written_over_and_never_read_outside(tmp_path: Path) -> None:
