@@ -121,8 +121,10 @@ def rows_of_state(parts: EngineParts) -> tuple[MemoryRow, ...]:
             MemoryRow("gathered", device, weights.arena_bytes, weights.most_bytes, weights.forecast_bytes)
         )
     if parts.apart:
-        now, numel = sum(p.nbytes for p in parts.apart), sum(p.numel() for p in parts.apart)
-        rows.append(MemoryRow("frozen", device, now, now, types.resting_bytes(numel)))
+        now = sum(p.nbytes for p in parts.apart)
+        planned = types.resting_bytes(sum(p.numel() for p in parts.apart if p.is_floating_point()))
+        planned += sum(p.nbytes for p in parts.apart if not p.is_floating_point())
+        rows.append(MemoryRow("frozen", device, now, now, planned))
     for tier, at_rest in ((device, False), ("host", True)):
         kept = [chunk for chunk in parts.built.frozen if (chunk.weights_at_rest is not None) == at_rest]
         now = sum(chunk.resting_bytes for chunk in kept)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from colossal_lite.config.config import Config
+from colossal_lite.distributed.communicator import CommError
 from colossal_lite.engine.rank_comparison import splits
 from colossal_lite.numerics.generators import drawn_between, states
 
@@ -48,12 +49,12 @@ class FirstStep:
             yield
             return
         before, numbers = states(self._devices), self._numbers()
-        yield
-        self._refuse_draws(
-            before, "forward", "torch.rand, bernoulli, dropout in an RNN, or a functional dropout in blocks that "
-            "compile='block' compiles do so", "nn.Dropout, torch.nn.functional.dropout, scaled_dot_product_attention "
-            "with dropout_p, or a probability of 0. Or draw numbers before, and give them to forward: engine(x, noise)",
-        )  # fmt: skip
+        try:
+            yield
+        except CommError:  # ranks that draw may take other paths
+            self._refuse_forward_draws(before)
+            raise
+        self._refuse_forward_draws(before)
         after = self._numbers()
         self._changed |= {name for name, value in after.items() if numbers.get(name, value) != value}
         if stage is not None and self._splits:
@@ -82,6 +83,13 @@ class FirstStep:
                 self._refuse_count(
                     min(found), f"activation_checkpoint={self._recomputes!r} would change it twice"
                 )
+
+    def _refuse_forward_draws(self, before: Mapping[str, Any]) -> None:
+        self._refuse_draws(
+            before, "forward", "torch.rand, bernoulli, dropout in an RNN, or a functional dropout in blocks that "
+            "compile='block' compiles do so", "nn.Dropout, torch.nn.functional.dropout, scaled_dot_product_attention "
+            "with dropout_p, or a probability of 0. Or draw numbers before, and give them to forward: engine(x, noise)",
+        )  # fmt: skip
 
     def _refuse_draws(self, before: Mapping[str, Any], what: str, such: str, legal: str) -> None:
         """Raises ValueError if a global generator has drawn since these states `before`."""

@@ -49,6 +49,7 @@ from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta,
 from colossal_lite.numerics.torch_modes import outside_inference
 from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.copy_batches import few_of_rank_0, is_more_than_words
+from colossal_lite.parallel.forward_history import Turns
 from colossal_lite.parallel.layer_swap import cut_range
 from colossal_lite.parallel.loss import Criterion, Loss, checked, reader_of
 from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
@@ -169,7 +170,8 @@ def _initialize(
     trainable = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
     _check_stage_by_stage(optimizer, trainable, stages, context)
     order = None if isinstance(model, nn.Module) or type(module) is GPT else order_of_use(on_meta(model))
-    numels = by_order({name: p.numel() for name, p in module.named_parameters()}, order)
+    of_floats = {name: p.numel() for name, p in module.named_parameters() if p.is_floating_point()}
+    numels = by_order(of_floats, order)
     blocks = tuple(blocks_of(module))
     all_packed = pack_chunks(
         numels, parallelized.specs, config, context.mesh.layout, stages.homes, blocks,
@@ -210,7 +212,8 @@ def _loss_by(
 def _of_batches(module: nn.Module, context: Context) -> tuple[FirstBatch | None, bool]:
     """What looks at the first batch, and whether data ranks must pad to one length. Raises ValueError for a model whose
     samples see each other, where a batch is cut."""
-    first_batch = check_samples_apart(module, _cuts(context, splits(context.config)))
+    turns = Turns(splits(context.config), context.config.activation_checkpoint)
+    first_batch = check_samples_apart(module, _cuts(context, turns.splits), turns)
     return first_batch, context.mesh.size("data") > 1 and sees_padding(module)
 
 
@@ -550,7 +553,8 @@ def _build_chunks(
 ) -> tuple[tuple[Chunk, ...], tuple[FrozenChunk, ...]]:  # fmt: skip
     """Allocate and fill the chunks of this rank's parameters; `order` names all parameters in order of use.
 
-    Trainable chunks are not filled if their records were parked. Parameters in no chunk are converted in place."""
+    Trainable chunks are not filled if their records were parked. Parameters in no chunk are converted in place. Those
+    of integers keep their dtype."""
     config, device = context.config, context.device
     specs, ops = parallelized.specs, parallelized.ops
     precision = Precision.of(config.precision)
@@ -583,7 +587,8 @@ def _build_chunks(
     packed_names = {entry.name for spec in packed for entry in spec.entries}
     for name in named.keys() - packed_names:
         parameter = named[name]
-        parameter.data = initial(name, 0, parameter.numel()).view(parameter.shape).to(precision.compute)
+        dtype = precision.compute if parameter.is_floating_point() else parameter.dtype
+        parameter.data = initial(name, 0, parameter.numel()).view(parameter.shape).to(dtype)
     return chunks, frozen
 
 
@@ -595,7 +600,8 @@ def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) ->
             if not parameter.is_meta:
                 continue
             if id(parameter) not in real:
-                empty = torch.empty((), dtype=dtype, device=device).expand(parameter.shape)
+                kept = dtype if parameter.is_floating_point() else parameter.dtype
+                empty = torch.empty((), dtype=kept, device=device).expand(parameter.shape)
                 real[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             owner._parameters[name] = real[id(parameter)]
 

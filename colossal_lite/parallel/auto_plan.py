@@ -196,7 +196,7 @@ def _run(
         (tokens if given and torch.equal(args[0], batch.inputs) else others)[name] = None
 
     for parameter in small.model.parameters():
-        parameter.requires_grad_(True)
+        parameter.requires_grad_(parameter.is_floating_point())
     for name, module in small.model.named_modules():
         if isinstance(module, nn.Linear) or is_transposed(module):
             module.register_forward_hook(lambda m, a, out, name=name: linear(name, a, out))

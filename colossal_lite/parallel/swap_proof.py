@@ -84,7 +84,7 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class _Run:
+class PlainRun:
     """What a run of a model gave: its loss and gradients (None where none came)."""
 
     loss: float
@@ -101,7 +101,7 @@ class _Run:
 class Truth:
     """What the plain model gives, torch's random state behind its run, and how long that took."""
 
-    run: _Run
+    run: PlainRun
     random: Tensor
     took_s: float
 
@@ -225,7 +225,7 @@ def sum_of_squares(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
 def _plain_run(
     model: nn.Module, batch: Batch, criterion: ModelLoss | None = None, loss_of: LossOf = _plain_loss,
     seed: float = 1.0,
-) -> _Run:  # fmt: skip
+) -> PlainRun:  # fmt: skip
     """`seed`: what backward starts with. Gradients are divided by it."""
     with torch.enable_grad():
         loss = _loss(model, batch, criterion, loss_of)
@@ -242,7 +242,9 @@ def _plain_run(
             evaluated = float(_loss(model.eval(), batch, criterion, loss_of))
         model.train()
     trained = float(loss.detach())
-    return _Run(trained, gradients, evaluated if evaluated is not None and math.isfinite(evaluated) else None)
+    return PlainRun(
+        trained, gradients, evaluated if evaluated is not None and math.isfinite(evaluated) else None
+    )
 
 
 def _loss(model: nn.Module, part: Batch, criterion: ModelLoss | None, loss_of: LossOf) -> Tensor:
@@ -282,6 +284,33 @@ def difference_of_parts(
             raise NotRunError(f"{type(model).__name__}: {type(error).__name__}: {_line(error)}") from error
         if not math.isfinite(truth.loss) or drawn_between(before, states()):
             raise NotRunError(f"its loss is {truth.loss}, or it draws random numbers")
+    return difference_of_runs(truth, found)
+
+
+def runs_in_turn(
+    model: nn.Module, parts: Sequence[Batch], loss_of: LossOf,
+    between: Callable[[nn.Module], Callable[[], None]] | None = None,
+) -> list[PlainRun]:  # fmt: skip
+    """Runs of this very model, in training, on one part after another. `between` makes what is called behind each.
+    Raises NotRunError if it does not run on them, or draws random numbers."""
+    runs, set_back = [], None if between is None else between(model)
+    with generators_kept():
+        before = states()
+        try:
+            for part in parts:
+                runs.append(_plain_run(model.train(), part, None, loss_of))
+                model.zero_grad(set_to_none=True)
+                if set_back is not None:
+                    set_back()
+        except Exception as error:  # of a user's code, whatever it is
+            raise NotRunError(f"{type(model).__name__}: {type(error).__name__}: {_line(error)}") from error
+        if not all(math.isfinite(run.loss) for run in runs) or drawn_between(before, states()):
+            raise NotRunError(f"its loss is {runs[-1].loss}, or it draws random numbers")
+    return runs
+
+
+def difference_of_runs(truth: PlainRun, found: Sequence[PlainRun]) -> str:
+    """What of loss and gradients differs between a run and the sum of others, or ""."""
     for right, got in (
         (truth.loss, sum(run.loss for run in found)),
         (truth.in_evaluation, sum(run.in_evaluation for run in found)),
@@ -318,7 +347,7 @@ class _Rank:
     calls: Calls
     criterion: ModelLoss | None
 
-    def differences(self, truth: _Run) -> Callable[[], Difference | None]:
+    def differences(self, truth: PlainRun) -> Callable[[], Difference | None]:
         def run() -> Difference | None:
             try:
                 return self._compared(truth)
@@ -329,7 +358,7 @@ class _Rank:
 
         return run
 
-    def _compared(self, truth: _Run) -> Difference | None:
+    def _compared(self, truth: PlainRun) -> Difference | None:
         originals = dict(self.model.named_parameters())
         strategy, specs, *_ = self.replace(self.model, self.mesh)
         fill_placeholders(self.model, originals, specs, self.mesh)
@@ -357,7 +386,7 @@ class _Rank:
             return None
         return Difference(f"its loss{mode} is {loss / count:.6f}, that of one process {truth / count:.6f}")
 
-    def _of_gradients(self, specs: Mapping[str, ShardSpec], truth: _Run) -> Difference | None:
+    def _of_gradients(self, specs: Mapping[str, ShardSpec], truth: PlainRun) -> Difference | None:
         largest = max((float(g.norm()) for g in truth.gradients.values() if g is not None), default=0.0)
         named, wrong = dict(self.model.named_parameters()), dict[str, str]()
         for name, expected in truth.gradients.items():

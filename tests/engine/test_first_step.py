@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite.engine.first_step import _counted
+from colossal_lite.config.config import Config
+from colossal_lite.distributed.communicator import CommError
+from colossal_lite.engine.first_step import FirstStep, _counted
 from tests.shared.plain_loop import batches, plain_run
 from tests.shared.pool import RankEnv, WorldError, run_world
 
@@ -147,3 +149,12 @@ def test_a_loop_of_the_users_own_counts_as_in_one_process() -> None:
 )
 def test_a_count_is_what_two_forwards_change_alike(values: tuple[float, ...], is_counted: bool) -> None:
     assert bool(_counted([{"n": value} for value in values])) is is_counted
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_ranks_whose_draws_part_their_ways_are_told_of_the_draws(draws: bool) -> None:
+    first_step = FirstStep(nn.Linear(1, 1), Config.load({}), torch.device("cpu"))
+    told, match = (ValueError, "its forward draws") if draws else (CommError, "has come with")
+    with pytest.raises(told, match=match), first_step.forward(0):
+        torch.rand(int(draws))
+        raise CommError("rank 1 has come with all_gather, this rank with reduce_scatter")

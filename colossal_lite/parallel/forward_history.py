@@ -1,0 +1,112 @@
+"""Refuses a model whose forward reads what an earlier one has kept, where a step runs it more often than one process.
+
+Note: what a module keeps.
+A module may keep a tensor as an attribute, or in a list or dict, and read it in its next forward.  The state of an RNN
+is one, or a memory of the last batch.  One forward a step is exact, as each rank goes on with its own samples.  But
+micro-batches would read each other's, and a recomputed block what its own first forward has left.  A log, or a table
+that a forward fills, changes no result.  So a small copy is run twice, and results are compared.
+Buffers and numbers have checks of their own (rank_comparison.py, second_forward.py, first_step.py).  Here they are set
+back between two forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import nn
+
+from colossal_lite.data.batch import Batch
+from colossal_lite.numerics.random import DropoutStreams
+from colossal_lite.parallel.small_copy import deep_copy
+from colossal_lite.parallel.swap_proof import (
+    LossOf,
+    NotRunError,
+    cross_entropy,
+    difference_of_runs,
+    runs_in_turn,
+)
+from colossal_lite.transforms.activation_checkpoint import Mode, apply_activation_checkpoint, blocks_of
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How often a step runs a module on a rank. `splits`: settings that run it on several parts of a batch, as a user
+    writes them. `recomputes`: the mode of activation checkpointing."""
+
+    splits: tuple[str, ...] = ()
+    recomputes: Mode = "none"
+
+    def __bool__(self) -> bool:
+        return bool(self.splits) or self.recomputes != "none"
+
+    def check(
+        self, model: nn.Module, parts: Sequence[Batch], where: str, loss_of: LossOf = cross_entropy
+    ) -> None:
+        """Raises ValueError for a model, a copy as `where` says, whose forward reads what an earlier one has kept. One
+        that does not run on `parts` shows nothing."""
+        with suppress(NotRunError):
+            self._check_splits(model, parts, where, loss_of)
+        with suppress(NotRunError):
+            self._check_recomputes(model, parts, where, loss_of)
+
+    def _check_splits(self, model: nn.Module, parts: Sequence[Batch], where: str, loss_of: LossOf) -> None:
+        if self.splits:
+            (alone,) = runs_in_turn(deep_copy(model), parts[-1:], loss_of)
+            behind = runs_in_turn(deep_copy(model), parts, loss_of, _set_back)[-1]
+            if found := difference_of_runs(alone, [behind]):
+                self._refuse(
+                    model, f"{found} of a part of a batch depends on the part before, on {where}", self.splits
+                )
+
+    def _check_recomputes(
+        self, model: nn.Module, parts: Sequence[Batch], where: str, loss_of: LossOf
+    ) -> None:
+        if self.recomputes != "none" and blocks_of(model):
+            plain, again = deep_copy(model), deep_copy(model)
+            apply_activation_checkpoint(again, self.recomputes, DropoutStreams(0))
+            before, numbers = runs_in_turn(plain, parts, loss_of), _numbers(plain)
+            if numbers != _numbers(model):  # first_step.py says which
+                return
+            for expected, got in zip(before, runs_in_turn(again, parts, loss_of), strict=True):
+                if found := difference_of_runs(expected, [got]):
+                    what = f"{found} is another where blocks are recomputed, on {where}"
+                    self._refuse(model, what, [f"activation_checkpoint={self.recomputes!r}"])
+
+    def _refuse(self, model: nn.Module, what: str, settings: Sequence[str]) -> NoReturn:
+        kind = type(getattr(model, "inner", model)).__name__
+        raise ValueError(
+            f"model: a forward of {kind} reads what an earlier one has kept: {what}. {' and '.join(settings)} runs it "
+            f"more often in a step than one process does. Legal: gradient_accumulation=1, pipeline.micro_batches=1 and "
+            f"activation_checkpoint='none'"
+        )
+
+
+def _numbers_of(module: nn.Module) -> dict[str, int | float]:
+    """Numbers that it keeps as attributes."""
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
+
+
+def _numbers(model: nn.Module) -> list[dict[str, int | float]]:
+    return [_numbers_of(module) for module in model.modules()]
+
+
+def _set_back(model: nn.Module) -> Callable[[], None]:
+    """A function that gives buffers and numbers of `model` the values that they have now."""
+    buffers = [
+        (module._buffers, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    values = [None if buffer is None else buffer.clone() for _, _, buffer in buffers]
+    numbers = [(module, _numbers_of(module)) for module in model.modules()]
+
+    def run() -> None:
+        for (owner, name, _), value in zip(buffers, values, strict=True):
+            owner[name] = None if value is None else value.clone()
+        for module, kept in numbers:
+            module.__dict__.update(kept)
+
+    return run
