@@ -31,6 +31,7 @@ from torch import Tensor
 from colossal_lite.checkpoint.checkpointer import Saving
 from colossal_lite.checkpoint.run_state import Loaded
 from colossal_lite.config.config import Config
+from colossal_lite.config.errors import shown
 from colossal_lite.data.batch import Batch, first_input
 from colossal_lite.engine.batch_arguments import AllowedArguments
 from colossal_lite.engine.context import Context, noting_faults
@@ -38,6 +39,7 @@ from colossal_lite.engine.determinism import enforced
 from colossal_lite.engine.engine_parts import Built, assemble
 from colossal_lite.engine.engine_reports import EngineReports
 from colossal_lite.engine.engine_state import EngineState, last_save_failed
+from colossal_lite.engine.foreign_steps import ForeignSteps
 from colossal_lite.engine.memory_report import LinkRow, MemoryReport
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.model_structure import OwnForward
@@ -67,6 +69,7 @@ from colossal_lite.pipeline.runtime import Runtime, Work
 from colossal_lite.pipeline.step_plans import StepPlans
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import ScheduleTimeline
+from colossal_lite.transforms.module_modes import modes_kept
 from colossal_lite.transforms.split_backward import DeferredWeightGrads
 from colossal_lite.zero.budget_messages import Forecast
 from colossal_lite.zero.build_chunks import sharding_of
@@ -96,7 +99,7 @@ class Engine:
         config, mesh, done = context.config, context.mesh, built.parallelized
         parts = assemble(built, context, optimizer)
         self.model, self.context, self.mesh = built.model, context, mesh
-        self.is_closed = False
+        self._is_closed = False
         self._parts, self._parallelized, self._stages = parts, done, built.stages
         self._streams, self._auxiliary = built.streams, done.auxiliary
         self._chunks, self._packed = built.chunks, built.packed
@@ -138,6 +141,7 @@ class Engine:
         self._switched = ExitStack()  # what torch was switched to for this engine
         if config.deterministic:
             self._switched.callback(enforced())
+        self._switched.callback(ForeignSteps(built.model).close)
         context.on_close(self._switched.close)
         self._at_end.callback(self._let_go)
         self._at_end.callback(self._state.end)
@@ -147,6 +151,21 @@ class Engine:
         context.on_finish(partial(last_save_failed, self._state.checkpoints, context, self._open))
         self._state.resume_task()
         built.records.on_flush = self._state.rest
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_made" in self.__dict__ and not name.startswith("_"):
+            raise ValueError(
+                f"engine.{name} = {shown(value)}: nothing reads attributes set on an engine, so training would not "
+                f"change. Legal: the config of cl.launch (optimizer.lr, lr_scheduler, clip_grad_norm), or a variable. "
+                f"Or cl.initialize(optimizer=...) with an optimizer and a scheduler of your own"
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has been closed; then it trains no more."""
+        return self._is_closed
 
     @property
     def config(self) -> Config:
@@ -180,8 +199,7 @@ class Engine:
         if self._watch.begin([part.inputs for part in parts]):
             self._reports.begin_step()
         with self._parts.measured(), self._comparison.giving_up(self.zero_grad), self._watch.computing():
-            if not self._state.structure.trains:  # `train` alone takes 2 % of a small step
-                self.model.train()
+            self._state.structure.train()
             self._run(parts, self._open.sums)
             self._auxiliary.check_delivered()
             self._hooks.conclude()
@@ -264,12 +282,11 @@ class Engine:
         parts = self._read(batch)
         self._forecast([part.inputs for part in parts])
         self._state.rest()
-        was_training = self.model.training
-        self.model.eval()
         sums = LocalSums(self.context.device)
-        with nullcontext() if self._memory_budget is None else self._memory_budget.evaluated():
+        budget = nullcontext() if self._memory_budget is None else self._memory_budget.evaluated()
+        with modes_kept(self.model), budget:
+            self.model.eval()
             self._run(parts, sums)
-        self.model.train(was_training)
         row = torch.cat([sums.reported_loss(self._tells_loss), self._comparison.term()])
         loss_sum, count, apart = self.mesh.world.numbers(self.mesh.world.all_reduce(row))
         self._comparison.check(apart)
@@ -294,6 +311,14 @@ class Engine:
                 outputs = self.model(*local.args, **local.kwargs)
         return self._loop.whole_outputs(outputs)
 
+    @noting_faults
+    def all_samples(self, x: Tensor) -> Tensor:
+        """The rows of all data ranks of x [samples of this rank, ...], in the order of ranks. For a loss between
+        samples, such as a contrastive one, in a loop of your own. Every rank computes it of all samples, and its
+        gradient is that of one process. Collective. Raises ValueError where ranks have tensors of other shapes."""
+        self._refuse_closed("all_samples")
+        return self._loop.all_samples(x)
+
     def zero_grad(self) -> None:
         """Drop gradients that no step has used. Collective after a forward or backward whose error was caught, on every
         rank. Raises ValueError if they have updated weights already (`optimizer.update_when="backward"`): a checkpoint
@@ -304,15 +329,18 @@ class Engine:
         self._state.zero_grad()
 
     @noting_faults
-    def backward(self, loss: Tensor, count: int | Tensor | None = None) -> None:
+    def backward(
+        self, loss: Tensor, count: int | Tensor | None = None, *, retain_graph: bool = False
+    ) -> None:
         """Add the gradient of `loss` (0-d). Every rank makes equally many calls if each micro-batch is reduced.
 
         `count`: the loss is a mean over so many tokens, and the step divides by the global number.  None: every data
         rank has the same weight, and the losses of several calls add up.  Then `step` raises RanksDifferError on every
         rank if ranks have other numbers of samples, or of valid labels that the model gets.
+        `retain_graph`: keep the graph for a further loss of the same forward.
         With `optimizer.update_when="backward"` the weights are updated when this returns, except those that `step`
         updates. Then a step has as many calls as `gradient_accumulation` says, and the last one updates."""
-        self._loop.backward(loss, count, self._rate_factor)
+        self._loop.backward(loss, count, self._rate_factor, retain_graph=retain_graph)
 
     # ---- full tensors ----
 
@@ -465,7 +493,7 @@ class Engine:
         """Remove the hooks from the model; its parameters keep their values. Waits for a save in flight.  At
         `zero.stage=3`, weights that rest on the host are whole there. With a store, all state is in it afterwards, for
         the next engine of the task."""
-        self.is_closed = True
+        self._is_closed = True
         self.context.models.discard(self.model)
         self._state.close_checkpoints()
         self._state.regain_weights()
@@ -480,7 +508,7 @@ class Engine:
     def _let_go(self) -> None:
         """Called when the context closes before the engine. Gates stay on sharded weights: a forward through them
         raises."""
-        self.is_closed = True
+        self._is_closed = True
         self._parts.detach()
         is_whole = not isinstance(self._weights, ShardedWeights) and not self._weights.has_deferred
         if is_whole and (self.mesh.world_size == 1 or not self.context.first_failure()):
@@ -490,7 +518,7 @@ class Engine:
 
     def _refuse_closed(self, what: str) -> None:
         """Raises ValueError after `close`: without its hooks the model would return a loss and train nothing."""
-        if self.is_closed:
+        if self._is_closed:
             raise ValueError(
                 f"{what}: this engine is closed; make a new one with cl.initialize(model, context=...)"
             )

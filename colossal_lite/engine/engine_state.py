@@ -62,7 +62,7 @@ class EngineState:
         self.mesh = mesh
         self._context, self._step, self._updates, self._parts = context, step, parts.updates, parts
         self._model, self._chunks, self._frozen = built.model, built.chunks, built.frozen
-        self.structure = ModelStructure(built.model)
+        self.structure = ModelStructure(built.model, speaks=context.is_main)
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
         times = tuple((unit.forward, unit.input, unit.weight) for unit in built.stages.cut.units)
         self._unit_seconds = times if context.config.parallel.pipeline.is_profiled else None

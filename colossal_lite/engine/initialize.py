@@ -74,6 +74,7 @@ from colossal_lite.transforms.batch_statistics import (
 )
 from colossal_lite.transforms.compile import compile_blocks
 from colossal_lite.transforms.key_cache import give_key_cache_back
+from colossal_lite.transforms.module_modes import modes_of, set_modes
 from colossal_lite.zero.budget_messages import Forecast, room_problems
 from colossal_lite.zero.build_chunks import build_chunks, build_frozen, pack_chunks
 from colossal_lite.zero.parameter_order import by_order, order_of_use, warn_if_out_of_order
@@ -156,7 +157,9 @@ def _initialize(
     is_staged = config.parallel.pipeline.is_staged
     micro_batch = _first_micro_batch(shown, context) if shown is not None and is_staged else None
     sections = traced_units(module, micro_batch) if is_staged else None
+    modes = modes_of(module)
     parallelized = _swap_layers(module, context, plan, streams, loss, few)
+    set_modes(module, modes)
     if parallelized.form != Form(regather_inputs=parallelized.form.regather_inputs):
         if config.parallel.tensor.sequence_parallel == "auto" or parallelized.form.whole_sizes:
             forecast_batch = None  # by a proof, which `plan` does not make

@@ -7,6 +7,7 @@ hundred.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,12 +19,15 @@ from torch.nn.parameter import is_lazy
 
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.numerics.torch_modes import storage_of
+from colossal_lite.transforms.module_modes import is_set_by_hand, modes_of
 
 
 class ModelStructure:
     """The modules and parameters of a model, as they are now."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, speaks: bool = False) -> None:
+        """`speaks`: whether this rank warns."""
+        self._speaks = speaks
         self._modules = dict(model.named_modules())
         members = [members for m in self._modules.values() for members in (m._modules, m._parameters)]
         self._members = [*zip((name for name in self._modules for _ in range(2)), members, strict=True)]
@@ -34,6 +38,8 @@ class ModelStructure:
         self._has_own_train = any(
             getattr(m.train, "__func__", None) is not nn.Module.train for m in self._modules.values()
         )
+        self._modes: dict[str, bool] = {}
+        """As `train()` of the model's own has last set them."""
 
     def _found(self) -> list[int]:
         return [id(member) for members in self._places for member in members.values()]
@@ -48,10 +54,24 @@ class ModelStructure:
             return "a parameter requires a gradient now that did not"
         return None
 
-    @property
-    def trains(self) -> bool:
-        """Whether all modules are in training mode, and `train()` would do nothing else."""
-        return not self._has_own_train and all(module.training for module in self._modules.values())
+    def train(self) -> None:
+        """Set the model to training before a step. Modules that the user has set to evaluation since then stay so."""
+        model = self._modules[""]
+        by_hand = is_set_by_hand(model)
+        if self._has_own_train and (not by_hand or modes_of(model) == self._modes):
+            model.train()  # which may set other modes than the last time
+            self._modes = modes_of(model)
+        elif not model.training:  # `train` alone takes 2 % of a small step
+            model.train()
+        elif by_hand and self._speaks:
+            self._speaks = False
+            rest = [name for name, module in self._modules.items() if not module.training]
+            more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
+            warnings.warn(
+                f"train_step: {', '.join(rest[:3])}{more} stay in eval(), as set while the model trains. If all shall "
+                f"train: engine.model.train()",
+                stacklevel=2,
+            )
 
 
 class OwnForward:

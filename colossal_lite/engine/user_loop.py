@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch, first_input
 from colossal_lite.data.batch_checks import IGNORED
+from colossal_lite.engine.all_samples import AllSamples
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.rank_comparison import RankComparison
@@ -61,6 +62,12 @@ class UserLoop:
         hidden = parts.hidden
         self._not_whole = {id(p): n for n, p in parts.parameters.items() if self._has_parts or n in hidden}
         """Names of the parameters that this rank has in part, or not at all outside of forward."""
+        self._all_samples = AllSamples(self._mesh.axis("data"))
+        self._looks = self._mesh.size("data") > 1
+        """Whether the losses of a step are still to be looked at."""
+        self._given: list[Tensor] = []
+        """Outputs of this step with a row for each sample, while it looks."""
+        self._rows = 0  # samples of this rank in the micro-batch at hand
         self._forwards: list[tuple[int, int]] = []
         """Numbers of the nodes of autograd that each forward of this step has made."""
         self._first_node = 0  # of the forward at hand
@@ -83,6 +90,7 @@ class UserLoop:
         self._comparison.add_batch({**{f"argument {n}": x for n, x in enumerate(args)}, **kwargs})
         self._micro_batches.look(args, kwargs)
         sizes = self._micro_batches.sizes(inputs)
+        self._rows = len(inputs)
         self._samples = sum(sizes)
         if torch.is_grad_enabled() and self._mesh.size("data") > 1:
             self._own = _weight_of(inputs, kwargs.get("labels"))
@@ -104,10 +112,15 @@ class UserLoop:
         """The model's outputs, with logits gathered over vocabulary, tokens and samples, and without padding. On a
         sequence axis so are other tensors of all tokens. A loss may read these, and those that all tensor ranks have
         alike. Raises ValueError for outputs without logits, where ranks have parts of them."""
-
         if torch.is_grad_enabled() and self._not_whole:
             self._forwards.append((self._first_node, _next_node()))
+        found = self._found_outputs(outputs)
+        if self._looks and torch.is_grad_enabled():
+            leaves = (x for x in tree_leaves(found) if isinstance(x, Tensor))
+            self._given += [x for x in leaves if x.requires_grad and x.dim() and len(x) == self._rows]
+        return found
 
+    def _found_outputs(self, outputs: Any) -> Any:
         def full(x: Tensor) -> Tensor:
             given = self._strategy.whole_batch(x[:0] if self._is_empty else x)
             given = given if self._tokens is None else given[:, : self._tokens]
@@ -159,13 +172,21 @@ class UserLoop:
             self._known[key] = same
         return self._known[key]
 
-    def backward(self, loss: Tensor, count: int | Tensor | None, factor: float) -> None:
+    def backward(
+        self, loss: Tensor, count: int | Tensor | None, factor: float, *, retain_graph: bool = False
+    ) -> None:
         """Add the gradient of `loss`. `factor` of the learning rate is for updates in backward."""
         self._refuse("backward")
         if loss.numel() != 1:
             shape = tuple(loss.shape)
             raise ValueError(f"backward: a loss of the shape {shape}; legal: one number, such as loss.mean()")
+        if retain_graph and self._config.activation_checkpoint == "selective":
+            raise ValueError(
+                "backward: retain_graph=True with activation_checkpoint='selective', whose results one backward takes. "
+                "Legal: 'full' or 'none', or one backward of the sum of the losses"
+            )
         self._refuse_reads(loss)
+        self._refuse_coupling(loss)
         step = self._step
         if step.by_count is not None and step.by_count != (count is not None):
             raise ValueError(
@@ -201,9 +222,10 @@ class UserLoop:
             self._updates.begin(factor, self._comparison)
         step.calls += 1
         step.samples += self._samples
+        self._samples = 0  # a further loss of the same forward has no others
         self._hooks.begin(0, is_last=updates, seed=seed, frees=is_last, sums=self._by_micro_batch)
         with self._parts.measured(), self._parts.around_backward(), self._hooks.expecting():
-            (total if seed == 1.0 else total * seed).backward()
+            (total if seed == 1.0 else total * seed).backward(retain_graph=retain_graph)
         self._comparison.delivered()
         if count is None:
             self._comparison.add_weight(self._own)
@@ -226,6 +248,45 @@ class UserLoop:
                 f"a term that the model's forward returns, optimizer.weight_decay, or zero.stage=2"
             )
 
+    def all_samples(self, x: Tensor) -> Tensor:
+        """The rows of all data ranks."""
+        return self._all_samples.of(x)
+
+    def _refuse_coupling(self, loss: Tensor) -> None:
+        """In the first step, raises ValueError for a `loss` between samples of this rank, where others have more."""
+        if not self._looks or not loss.requires_grad or not (given := self._front(loss)):
+            return
+        if self._all_samples.couples(loss, given):
+            raise ValueError(
+                f"backward: the loss is one between samples: its gradient at one depends on others. With "
+                f"parallel.data={self._mesh.size('data')} this rank has its own samples alone. So the loss would be "
+                f"another than in one process. Legal: a loss of engine.all_samples(outputs), of the samples of all "
+                f"ranks; a mean of losses of samples; parallel.data=1"
+            )
+
+    def _front(self, loss: Tensor) -> Sequence[Tensor]:
+        """The outputs that `loss` reads. Empty where one was computed from another: backward would run the model."""
+        given = {x.grad_fn: x for x in self._given}
+        nodes, seen, found = [loss.grad_fn], set[Any](), list[Tensor]()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in given:
+                found.append(given[node])
+            else:
+                nodes += [before for before, _ in node.next_functions]
+        nodes, below = [before for x in found for before, _ in _next(x)], set[Any]()
+        while nodes:
+            node = nodes.pop()
+            if node in given:
+                return ()
+            if node is not None and node not in below:
+                below.add(node)
+                nodes += [before for before, _ in node.next_functions]
+        return found
+
     def _read_directly(self, loss: Tensor) -> str | None:
         """The name of a parameter that `loss` reads beside the outputs of the model. Where whole modules are here, what
         forward has made may be read in any way."""
@@ -245,6 +306,7 @@ class UserLoop:
     def drop(self) -> None:
         """Forget the forwards of this step."""
         self._forwards.clear()
+        self._given.clear()
 
     def finish(self) -> None:
         """Start the remaining reductions, before the ranks agree. Raises ValueError without a `backward`."""
@@ -258,6 +320,7 @@ class UserLoop:
             )
         if not self._step.by_count:
             self._step.sums.weigh_alike()  # however many calls
+        self._looks = False
         if not self._by_micro_batch and not self._updates.within_backward:
             self._reduce_all()
 
@@ -295,6 +358,10 @@ class UserLoop:
                 f"a part of the vocabulary. Legal: no {name}, and a loss of the logits; criterion='model' and "
                 f"train_step; parallel.tensor=1"
             )
+
+
+def _next(x: Tensor) -> Sequence[tuple[Any, int]]:
+    return () if x.grad_fn is None else x.grad_fn.next_functions
 
 
 def _next_node() -> int:

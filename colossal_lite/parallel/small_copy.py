@@ -35,6 +35,7 @@ from colossal_lite.parallel.copy_batches import samples_of, words
 from colossal_lite.parallel.narrowing import Narrowing
 from colossal_lite.parallel.roles import Role
 from colossal_lite.transforms.activation_checkpoint import blocks_of
+from colossal_lite.transforms.module_modes import hold_evaluation
 
 ROWS = 37
 """Words of the copy: few, and a number that few numbers of ranks divide, so that padding is in it."""
@@ -177,6 +178,7 @@ def small_copy(
     if narrow is not None:
         narrow.divide_numbers(made)
     words, padding = _resize(made, left, model)
+    hold_evaluation(made, model)
     return SmallCopy(made.eval(), dict(left), words, padding, keeps_all, narrow is None)
 
 
@@ -226,6 +228,7 @@ def on_meta_copy(model: nn.Module) -> nn.Module:
     except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
         raise NoCopyError(f"{type(error).__name__}: {error}") from error
     check_apart(made, model)
+    hold_evaluation(made, model)
     return made
 
 

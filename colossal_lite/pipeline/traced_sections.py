@@ -36,10 +36,10 @@ from colossal_lite.pipeline.unit_trace import (
     UnitsError,
     UnitTrace,
     bare_copy,
-    keeping_modes,
     settings_of,
     trace_units,
 )
+from colossal_lite.transforms.module_modes import modes_kept
 
 TOLERANCE = 1e-9
 
@@ -125,7 +125,7 @@ def traced(model: nn.Module, example: Batch | None = None) -> TracedSections:
 def _prove(copy: TracedCopy, sections: TracedSections) -> None:
     """Run the units of a copy one by one, and raise UnitsError where they are not the model."""
     alone = sections.on(copy.model)
-    with keeping_modes(copy.model):
+    with modes_kept(copy.model):
         for trains in (True, False):
             copy.model.train(trains)
             with copy.running() as batch, torch.set_grad_enabled(trains):

@@ -44,6 +44,7 @@ from colossal_lite.parallel.small_copy import (
 )
 from colossal_lite.parallel.swap_checks import has_hooks
 from colossal_lite.transforms.activation_checkpoint import blocks_of
+from colossal_lite.transforms.module_modes import modes_kept
 
 Argument = int | str
 """An argument or a member of a result: its number, or its name."""
@@ -221,24 +222,13 @@ def bare_copy(model: nn.Module) -> nn.Module:
         raise UnitsError(f"parallel.pipeline: {type(model).__name__} cannot be copied: {error}") from error
 
 
-@contextmanager
-def keeping_modes(model: nn.Module) -> Iterator[None]:
-    """Context: each module is in its mode (training or not) again behind it."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 def _watched(copy: TracedCopy, blocks: Sequence[str]) -> UnitTrace:
     """What a forward shows of its units, in evaluation and in training. Raises UnitsError, or what the model's own code
     raises."""
     model = copy.model
     watches = []
     settings = {name: settings_of(module) for name, module in model.named_modules()}
-    with keeping_modes(model):
+    with modes_kept(model):
         for trains in (False, True):
             watch = _Watch(model.train(trains), tuple(blocks))
             with copy.running() as batch, watch.hooks(), torch.no_grad(), watch:

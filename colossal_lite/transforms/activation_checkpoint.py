@@ -188,8 +188,8 @@ class _RecomputeContext:
         self._block, self._streams, self._place, self._inner = block, block.streams, place, inner
         self._watch = watch
         self._now, self._versions = place, block.versions
-        self._draws = block.streams.functional(block.block)
-        self._weights = block.around(block.block)
+        self._draws: AbstractContextManager[Any] = nullcontext()
+        self._weights: AbstractContextManager[Any] = nullcontext()
 
     def __enter__(self) -> None:
         if self._block.versions != self._versions:
@@ -199,6 +199,8 @@ class _RecomputeContext:
             )
         self._now = self._streams.place()
         self._streams.go_to(self._place)
+        self._weights = self._block.around(self._block.block)  # anew, as a graph that is kept runs again
+        self._draws = self._block.streams.functional(self._block.block)
         self._weights.__enter__()
         self._draws.__enter__()
         self._inner.__enter__()

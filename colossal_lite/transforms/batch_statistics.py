@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from colossal_lite.transforms.activation_checkpoint import blocks_of
+from colossal_lite.transforms.module_modes import is_set_by_hand, modes_kept
 
 WATCH = "_stays_in_evaluation"
 
@@ -34,14 +35,13 @@ def check_batchwide(model: nn.Module, cuts: Sequence[str], recomputes: Sequence[
     """Raises ValueError for a module over the batch if settings `cuts` (as a user writes them) split the batch. Also
     for one whose statistics a block updates twice, as it `recomputes`.
 
-    One with running statistics that `model.train()` leaves in evaluation reads no batch (`hold_statistics`)."""
+    One with running statistics that is in evaluation while the model trains reads no batch (`hold_statistics`)."""
     if not (over := _over_the_batch(model, cuts, recomputes)):
         return
-    modes = {each: each.training for each in model.modules()}
-    model.train()
-    found = [each for each in over if each[1].training or getattr(each[1], "running_mean", None) is None]
-    for each, mode in modes.items():
-        each.training = mode
+    with modes_kept(model):
+        if not is_set_by_hand(model):
+            model.train()
+        found = [each for each in over if each[1].training or getattr(each[1], "running_mean", None) is None]
     for name, module, why in found:
         _refuse(name, module, why)
 

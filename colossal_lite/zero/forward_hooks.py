@@ -73,6 +73,13 @@ class ForwardGates:
             "made before cl.initialize, which loads engine.full_state_dict()"
         )
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ValueError(
+            "torch.save, or pickle, of a model that an engine trains: its weights and hooks are the engine's. Legal: "
+            "state = engine.full_state_dict() on every rank, and torch.save(state, path) on one; engine.save; the "
+            "model after engine.close()"
+        )
+
     @contextmanager
     def forward(self, stage: int = 0) -> Iterator[None]:
         """Around the forward of one micro-batch by a stage, also where this rank has none."""

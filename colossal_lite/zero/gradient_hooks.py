@@ -235,8 +235,9 @@ class GradientHooks:
         if not self.expects:
             raise ValueError(
                 f"backward: a gradient of {chunk.spec.entries[index].name} comes from a backward that the engine did "
-                f"not run. It would be in no update; legal: engine.backward(loss) of engine(x), engine.train_step, "
-                f"or a model without an engine (engine.close)"
+                f"not run. It would be in no update; legal: engine.backward(loss) of engine(x), engine.train_step, or "
+                f"a model without an engine (engine.close). Around a loss of another model: "
+                f"engine.model.requires_grad_(False)"
             )
         if self._is_once and (number, index) in self._arrived:
             raise ValueError(

@@ -175,7 +175,8 @@ class ParameterGather(ShardedWeights):
         if self._phase is Phase.IDLE:
             raise ValueError(
                 "backward: at zero.stage=3 it gathers weights; call engine.backward(loss) in the place of "
-                "loss.backward(), on every rank"
+                "loss.backward(), on every rank. For torch.autograd.grad of outputs, or the loss of another model: "
+                "zero.stage=2"
             )
         needs, node = self._units[saved.chunk.spec.id], torch._C._current_autograd_node()
         if node is not None and node is self._node and not needs <= self._current:

@@ -72,6 +72,9 @@ class OwnOptimizer:
         self.visits = ()
         self.moves: dict[ActionKind, Callable[[Action], None]] = {}
         self._peaks = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self._rates = self._peaks
+        """Learning rates that a schedule of the config has set last."""
+        self._held = self._held_now()
         self.changed = False
         """Whether the last step has changed any weight; on CUDA, where the host does not wait for it, the one
         before."""
@@ -93,9 +96,11 @@ class OwnOptimizer:
 
     def finish(self, factor: float) -> None:
         """The optimizer's step, over all parameters at once."""
-        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
-            if self._scheduled:
-                group["lr"] = peak * factor
+        self._refuse_other_groups()
+        if self._scheduled:
+            self._rates = [peak * factor for peak in self._peaks]
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate
         before = self._bits()
         with self._draws.turn():
             self._optimizer.step()
@@ -105,6 +110,25 @@ class OwnOptimizer:
         self._optimizer.zero_grad(set_to_none=True)
         last, self._same = self._same, sent_back((self._bits() == before).all())
         self.changed = not (last if before.is_cuda else self._same)
+
+    def _held_now(self) -> list[int]:
+        return [id(p) for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _refuse_other_groups(self) -> None:
+        """Raises ValueError for parameters that the optimizer was given later: no engine has their gradients. Also for
+        learning rates that the config's schedule would replace."""
+        kind, groups = type(self._optimizer).__name__, self._optimizer.param_groups
+        if self._held_now() != self._held:
+            raise ValueError(
+                f"optimizer: {kind} has other parameters than when it was made (add_param_group). The engine trains "
+                f"those of its model. Legal: all groups in the callable of initialize(optimizer=...)"
+            )
+        now = [float(group["lr"]) for group in groups]
+        if self._scheduled and now != self._rates:
+            raise ValueError(
+                f"optimizer: other code has set the lr of {kind} to {now}, and lr_scheduler of the config would "
+                f"replace it. Legal: one of the two, a scheduler of torch or lr_scheduler"
+            )
 
     def _refuse_other_memory(self) -> None:
         """Raises ValueError for a parameter that the step has given other data: the model would not get it."""

@@ -1,0 +1,160 @@
+"""What a loop keeps from before the engine, and would do nothing: attributes, optimizers, schedulers, pickles."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
+
+import colossal_lite as cl
+from tests.shared.pool import RankEnv, run_world
+from tests.shared.refusals import told_of
+
+SGD: cl.ConfigDict = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), seed=3, timeout_s=30)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8)).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    inputs = torch.tensor([[1, 2, 3, 4]])
+    return inputs, inputs + 1
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch()[1].flatten())
+
+
+@pytest.mark.parametrize("name", ["lr", "clip_grad_norm", "steps", "config", "model", "training"])
+def test_what_is_set_on_an_engine_is_refused_as_nothing_reads_it(name: str) -> None:
+    with cl.launch(SGD, rank=0, world_size=1) as context:
+        engine = cl.initialize(model(), context=context)
+        told = told_of(lambda: setattr(engine, name, 1e-4))
+        assert f"engine.{name} = 0.0001: nothing reads attributes set on an engine" in told
+        assert "optimizer.lr, lr_scheduler" in told
+
+
+# ---- optimizers ----
+
+
+def both_step(engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    engine.backward(loss_of(engine(batch()[0])))
+    engine.step()
+    optimizer.step()
+
+
+def kept_optimizer(env: RankEnv, stage: int) -> list[str]:
+    """What a kept optimizer's step says beside an engine: over its parameters, over others, over both, frozen ones, and
+    after the engine's end."""
+    with env.launch(SGD | dict(zero=dict(stage=stage))) as context:
+        given, other = model(), nn.Linear(2, 2)
+        kept = torch.optim.AdamW([*given.parameters(), *other.parameters()], lr=0.5)
+        engine = cl.initialize(given, context=context)
+        told = [told_of(lambda: both_step(engine, kept))]
+        told.append(told_of(lambda: both_step(engine, torch.optim.SGD(other.parameters(), lr=0.1))))
+        given.requires_grad_(False)
+        told.append(told_of(kept.step))
+        given.requires_grad_(True)
+        engine.close()
+        return [*told, told_of(kept.step)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_kept_over_an_engine_s_parameters_is_refused_where_it_would_do_nothing(
+    stage: int,
+) -> None:
+    for told, *rest in run_world(kept_optimizer, 2, stage):
+        assert "AdamW.step: it holds 0.weight, which an engine trains by its own optimizer" in told
+        assert "optimizer=lambda parameters: torch.optim.AdamW(parameters, ...)" in told
+        assert rest == ["", "", ""]
+
+
+def scheduled(env: RankEnv, change: str, config: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    """What the steps of an optimizer of one's own say whose groups are changed between steps, and the weights then."""
+    kept: list[torch.optim.Optimizer] = []
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        kept.append(torch.optim.SGD(parameters, lr=0.1))
+        return kept[0]
+
+    with env.launch(SGD | config) as context:
+        engine = cl.initialize(model(), context=context, optimizer=make)
+        between = CHANGES[change](kept[0])
+
+        def steps() -> None:
+            for _ in range(3):
+                engine.train_step(batch())
+                between()
+
+        return told_of(steps), engine.full_state_dict()
+
+
+def setting(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group.update(lr=group["lr"] / 2, weight_decay=group["weight_decay"] + 0.1, momentum=0.5)
+
+
+CHANGES: dict[str, Callable[[torch.optim.Optimizer], Callable[[], Any]]] = {
+    "a scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5).step,
+    "a hand": lambda optimizer: lambda: setting(optimizer),
+    "a group": lambda optimizer: (
+        lambda: optimizer.add_param_group(dict(params=[nn.Parameter(torch.ones(2))]))
+    ),
+}
+
+
+@pytest.mark.parametrize("change", ["a scheduler", "a hand"])
+def test_groups_of_an_optimizer_of_one_s_own_follow_schedulers_and_hands(change: str) -> None:
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    between = CHANGES[change](optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(plain(batch()[0])).backward()
+        optimizer.step()
+        between()
+    for told, state in run_world(scheduled, 2, change, {}):
+        assert told == ""
+        for name, right in plain.state_dict().items():
+            torch.testing.assert_close(state[name], right, rtol=1e-12, atol=1e-14)
+
+
+def test_a_scheduler_of_torch_beside_one_of_the_config_and_parameters_given_later_are_refused() -> None:
+    both = dict(lr_scheduler=dict(type="linear", total_steps=10))
+    for told, _ in run_world(scheduled, 1, "a scheduler", both):
+        assert "other code has set the lr of SGD to [0.05], and lr_scheduler of the config would" in told
+    for told, _ in run_world(scheduled, 1, "a group", {}):
+        assert "SGD has other parameters than when it was made (add_param_group)" in told
+
+
+# ---- pickles ----
+
+
+def saved(env: RankEnv, stage: int) -> tuple[str, str, float]:
+    """What torch.save of a model says while an engine trains it, and after; how far what is loaded then is from it."""
+    file = io.BytesIO()
+    with env.launch(SGD | dict(zero=dict(stage=stage))) as context:
+        engine = cl.initialize(model(), context=context)
+        engine.train_step(batch())
+        told = told_of(lambda: torch.save(engine.model, io.BytesIO()))
+        loss = float(engine.eval_step(batch()))
+        engine.close()
+        after = told_of(lambda: torch.save(engine.model, file))
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    return told, after, abs(float(loss_of(again(batch()[0])).detach()) - loss)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_is_pickled_after_its_engine_and_refused_while_it_trains(stage: int) -> None:
+    for told, after, difference in run_world(saved, 2, stage):
+        assert "torch.save(state, path) on one" in told and after == "" and difference < 1e-14

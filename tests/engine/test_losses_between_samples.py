@@ -1,0 +1,154 @@
+"""A loss between samples in a loop of one's own on data ranks: of all samples it is exact, of a rank's refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import colossal_lite as cl
+from tests.shared.pool import RankEnv, run_world
+from tests.shared.refusals import told_of
+
+SGD: cl.ConfigDict = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), seed=3, timeout_s=30)
+Given = tuple[Tensor, Tensor, Tensor]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def batch() -> Given:
+    x, y = torch.randn(2, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return x, y, torch.arange(8) % 2
+
+
+def contrast(a: Tensor, b: Tensor) -> Tensor:
+    scores = F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).T
+    return F.cross_entropy(5 * scores, torch.arange(len(a)))
+
+
+def supervised(a: Tensor, labels: Tensor) -> Tensor:
+    alike = (labels[:, None] == labels).double().fill_diagonal_(0)
+    scores = (a @ a.T).fill_diagonal_(-1e9).log_softmax(-1)
+    return -(scores * alike).sum() / alike.sum()
+
+
+def log_of_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels).exp().add(1).log()
+
+
+def preferred(a: Tensor, b: Tensor, labels: Tensor) -> Tensor:
+    first, second = (-F.cross_entropy(each, labels, reduction="none") for each in (a, b))
+    return -F.logsigmoid(0.5 * (first - second)).mean()
+
+
+Model = Callable[[Tensor], Tensor]
+LOSSES: dict[str, Callable[[Model, Model, Given], Tensor]] = {
+    "contrastive": lambda f, every, g: contrast(every(f(g[0])), every(f(g[1]))),
+    "by labels": lambda f, every, g: supervised(every(f(g[0])), every(g[2])),
+    "of a mean": lambda f, every, g: log_of_mean(every(f(g[0])), every(g[2])),
+    "beside one of samples": lambda f, every, g: (
+        contrast(every(out := f(g[0])), every(f(g[1]))) + F.cross_entropy(out, g[2])
+    ),
+}
+APART: dict[str, Callable[[Model, Given], Tensor]] = {
+    "cross-entropy": lambda f, g: F.cross_entropy(f(g[0]), g[2]),
+    "preferences": lambda f, g: preferred(f(g[0]), f(g[1]), g[2]),
+    "linear": lambda f, g: f(g[0]).mean(),
+    "of its own outputs": lambda f, g: F.cross_entropy(f(F.pad(f(g[0]).sigmoid(), (1, 1))), g[2]),
+    "not twice": lambda f, g: F.ctc_loss(
+        f(g[0]).log_softmax(-1).expand(3, -1, -1),
+        1 + g[2][:, None] % 3,
+        torch.full_like(g[2], 3),
+        torch.ones_like(g[2]),
+    ),
+}
+
+
+def itself(x: Tensor) -> Tensor:
+    return x
+
+
+def plain(loss_of: Callable[[Model], Tensor]) -> dict[str, Tensor]:
+    """The weights after three steps of a plain loop."""
+    given = model()
+    optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(given).backward()
+        optimizer.step()
+    return given.state_dict()
+
+
+def trained(env: RankEnv, name: str, config: dict[str, Any], gathers: bool) -> tuple[str, dict[str, Tensor]]:
+    """What the first step says, and the weights after three."""
+    with env.launch(SGD | config) as context:
+        engine = cl.initialize(model(), context=context)
+        own: Any = tuple(x.chunk(env.world_size)[env.rank] for x in batch())
+        every = engine.all_samples if gathers else itself
+
+        def step() -> None:
+            loss = LOSSES[name](engine, every, own) if name in LOSSES else APART[name](engine, own)
+            engine.backward(loss, count=3) if config.get("seed") else engine.backward(loss)
+            engine.step()
+
+        told = told_of(step)
+        if not told:
+            step()
+            step()
+        return told, engine.full_state_dict()
+
+
+def is_equal(state: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return all(torch.allclose(state[name], right[name], rtol=1e-10, atol=1e-13) for name in right)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_between_samples_is_exact_over_all_samples_and_refused_over_a_rank_s(name: str) -> None:
+    truth = plain(lambda given: LOSSES[name](given, itself, batch()))
+    for told, state in run_world(trained, 2, name, {}, True):
+        assert told == "" and is_equal(state, truth)
+    if name != "beside one of samples":
+        for told, state in run_world(trained, 2, name, {}, False):
+            assert "the loss is one between samples" in told and "engine.all_samples(outputs)" in told
+            assert is_equal(state, model().state_dict())
+    for told, state in run_world(trained, 1, name, {}, True):
+        assert told == "" and is_equal(state, truth)
+
+
+@pytest.mark.parametrize("config", [dict(zero=dict(stage=3)), dict(seed=5)], ids=["stage 3", "counts"])
+def test_it_is_so_at_zero_3_and_with_counts(config: dict[str, Any]) -> None:
+    truth = plain(lambda given: LOSSES["contrastive"](given, itself, batch()))
+    for told, state in run_world(trained, 2, "contrastive", config, True):
+        assert told == "" and is_equal(state, truth)
+
+
+TWICE = "of its own outputs"
+"""Its backward runs the model's twice, and at stage 3 each forward needs one of its own."""
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [(name, stage) for name in APART for stage in (0, 3) if (name, stage) != (TWICE, 3)]
+)
+def test_a_mean_of_losses_of_samples_is_none_between_them(name: str, stage: int) -> None:
+    truth = plain(lambda given: APART[name](given, batch()))
+    for told, state in run_world(trained, 2, name, dict(zero=dict(stage=stage)), False):
+        assert told == "" and is_equal(state, truth)
+
+
+def uneven(env: RankEnv) -> str:
+    with env.launch(SGD) as context:
+        engine = cl.initialize(model(), context=context)
+        x = batch()[0][: 2 + env.rank]
+        return told_of(lambda: engine.all_samples(engine(x)))
+
+
+def test_other_numbers_of_samples_on_ranks_are_refused() -> None:
+    for told in run_world(uneven, 2):
+        assert "data ranks have tensors of the shapes [[2, 4], [3, 4]]" in told
