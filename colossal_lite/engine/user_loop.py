@@ -114,6 +114,8 @@ class UserLoop:
         alike. Raises ValueError for outputs without logits, where ranks have parts of them."""
         if torch.is_grad_enabled() and self._not_whole:
             self._forwards.append((self._first_node, _next_node()))
+        if self._streams.has_drawn:  # the next forward of this step draws other masks
+            self._step.samples += self._samples
         found = self._found_outputs(outputs)
         if self._looks and torch.is_grad_enabled():
             leaves = (x for x in tree_leaves(found) if isinstance(x, Tensor))
@@ -221,8 +223,6 @@ class UserLoop:
             self._updates.announce(step.sums.reported_loss(self.tells_loss), self._comparison)
             self._updates.begin(factor, self._comparison)
         step.calls += 1
-        step.samples += self._samples
-        self._samples = 0  # a further loss of the same forward has no others
         self._hooks.begin(0, is_last=updates, seed=seed, frees=is_last, sums=self._by_micro_batch)
         with self._parts.measured(), self._parts.around_backward(), self._hooks.expecting():
             (total if seed == 1.0 else total * seed).backward(retain_graph=retain_graph)

@@ -96,6 +96,11 @@ class DropoutStreams:
         self._calls.clear()
         self._is_open, self.behind = True, ""
 
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the last forward has drawn any mask."""
+        return bool(self._calls)
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The forward pass that `begin` has begun."""
