@@ -7,8 +7,9 @@ Whole passes are not, once the length of one is known.  So every pass must have 
 must give the same samples again: `set_epoch` is called where a dataset has it.
 
 Note: a stream that draws.
-In each pass it has global generators of its own.  The seed of the run and the number of the pass seed them.  So a random
-crop is the same on every rank and in a resumed run.  A collator draws for a rank's part, by the position of the part.
+In each pass it has global generators of its own.  The seed of the run and the number of the pass seed them.  So a
+random crop is the same on every rank and in a resumed run.  A collator draws for a rank's part, by the position of the
+part.
 
 Note: what ranks compare.
 Each rank notes what it reads of a global batch.  The next one is read ahead, and its size is noted too.  The step

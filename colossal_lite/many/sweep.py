@@ -131,7 +131,7 @@ def _function(where: str, text: Any, problems: list[str]) -> Any:
     place, colon, name = str(text).partition(":")
     try:
         found = getattr(importlib.import_module(place), name, None) if colon else None
-    except (Exception, SystemExit) as error:  # whatever the user's file raises is the user's to read, on one line
+    except (Exception, SystemExit) as error:  # whatever the user's file raises is the user's, on one line
         problems.append(f"{where} = {text!r}: {type(error).__name__}: {error}; legal: 'module:function'")
         return None
     if not callable(found):
