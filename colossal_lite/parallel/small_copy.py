@@ -474,9 +474,9 @@ def _tell_words(made: nn.Module, fewer: Mapping[int, int], model: nn.Module) -> 
 
 
 def _drawn(name: str, shape: tuple[int, ...], own: Tensor, generator: torch.Generator) -> Tensor:
-    """Random values, added to the first entries of `own` if that has finite ones. Integers stay what they are."""
+    """Random values, added to the first entries of `own` if that has finite ones. Integers stay as they are."""
     if not (own.is_floating_point() or own.is_complex() or own.is_meta):
-        return own.detach()[tuple(map(slice, shape))].to("cpu", copy=True)
+        return torch.empty(shape, dtype=own.dtype).copy_(own.detach()[tuple(map(slice, shape))])
     value = torch.randn(shape, generator=generator, dtype=torch.float64)
     value.mul_(0.3 if len(shape) < 2 else float(shape[-1]) ** -0.5)
     if not own.is_meta and not own.is_complex():

@@ -291,7 +291,7 @@ def runs_in_turn(
     model: nn.Module, parts: Sequence[Batch], loss_of: LossOf,
     between: Callable[[nn.Module], Callable[[], None]] | None = None,
 ) -> list[PlainRun]:  # fmt: skip
-    """Runs of this very model, in training, on one part after another. `between` makes what is called behind each.
+    """Runs of this very model, in training, on one part after another. `between` makes a call behind each.
     Raises NotRunError if it does not run on them, or draws random numbers."""
     runs, set_back = [], None if between is None else between(model)
     with generators_kept():
