@@ -1,4 +1,4 @@
-"""Refuses a model whose forward reads what an earlier one has kept, where a step runs it more often than one process.
+"""Refuses a forward that reads what an earlier one has kept, where a step runs more of them than one process.
 
 Note: what a module keeps.
 A module may keep a tensor as an attribute, or in a list or dict, and read it in its next forward.  The state of an RNN

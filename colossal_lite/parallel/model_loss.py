@@ -90,8 +90,8 @@ def _members(outputs: Any) -> list[Tensor]:
 
 
 def model_loss(model: nn.Module, example: Batch | None = None) -> ModelLoss:
-    """How `model` is asked for its loss; a small copy is run on random words, or on an `example` where these do not do.
-    Raises ModelLossError for a loss that is not a mean over valid labels. Also for a model that takes no labels, or
+    """How `model` is asked for its loss. A small copy is run on random words, or on an `example` where these do not
+    do. Raises ModelLossError for a loss that is not a mean over valid labels. Also for a model that takes no labels, or
     that cannot be run."""
     name = _argument(model)
     made, why = None, ""
@@ -178,8 +178,8 @@ class _Trial:
         self.what = f"criterion='model': the loss of {type(model).__name__}"
         if example is not None and len(self.labels.unique()) == 1:
             raise ModelLossError(
-                f"example: all labels of its first samples are {self.labels.flatten()[0].item()}; legal: several, as "
-                f"a proof asks for another loss with other labels"
+                f"example: all labels of its first samples are {self.labels.flatten()[0].item()}, and a proof asks for "
+                f"other losses. Legal: samples with several labels"
             )
 
     def run(self, labels: Tensor, samples: slice = slice(None)) -> tuple[float, list[Tensor]]:

@@ -486,7 +486,7 @@ def on_a_copy(
     example: Batch | None = None,
 ) -> T:
     """What `look` finds on the first small copy that runs. Copies are as wide as the model, if that is quick;
-    narrower; as wide as they may be. `keeps_all`: of all blocks; `is_quick`: none that takes seconds; `example`: what
+    narrower; as wide as they may be. `keeps_all`: of all blocks; `is_quick`: none that takes seconds. `example`: what
     it runs on where random words do not do, or are not all that it takes. Raises NoCopyError if none runs."""
     why = ""
     for narrow, limit_bytes in _forms(model, roles):

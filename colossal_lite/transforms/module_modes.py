@@ -3,7 +3,7 @@
 Note: whose choice a mode is.
 A model in training may have modules that the user has set to evaluation: a frozen norm, a dropout that is off.
 `model.train()` would set them to training, and nothing would tell.  So a step calls it only where the model itself is
-in evaluation, and an evaluation gives every module its own mode back.
+in evaluation.  An evaluation gives every module its own mode back.
 """
 
 from __future__ import annotations

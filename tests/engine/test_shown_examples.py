@@ -128,7 +128,7 @@ def test_an_example_of_the_wrong_form_is_refused_with_what_the_model_said() -> N
         assert "does not run on random words or the example" in found and "doesn't match model" in found
     alike = dict(batch("ViT") | dict(labels=torch.ones(SAMPLES, dtype=torch.long)))
     (found,) = run_world(refused, 1, {}, dict(criterion="model", example=alike))
-    assert found.startswith("example: all labels of its first samples are 1; legal: several")
+    assert found.startswith("example: all labels of its first samples are 1, and a proof")
     (found,) = run_world(refused, 1, {}, dict(example=dict(pixel_values=torch.randn(2, 3, 8, 8))))
     assert found.startswith("batch: a mapping of pixel_values without 'labels'")
 
