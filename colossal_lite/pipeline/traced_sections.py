@@ -318,14 +318,29 @@ class _Left(BaseException):  # noqa: N818  (no error; and no `except Exception` 
         self.stream = stream
 
 
-class _Through(nn.Module):
+class _StandIn(nn.Module):
+    """Has what code around a module of another stage may read: its mode, its settings, and those of modules in it."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(settings_of(module))
+        self.training = module.training
+        self.name, self.module = name, (module,)  # in a tuple: no module of this one
+
+    def __getattr__(self, name: str) -> Any:
+        value, path = getattr(self.__dict__["module"][0], name), f"{self.name}.{name}"
+        if isinstance(value, nn.Module):
+            return _StandIn(path, value)
+        raise AttributeError(f"{path} is read, and {self.name} is on another stage", name=name, obj=self)
+
+
+class _Through(_StandIn):
     """A block of another stage: it hands the stream through, or gives what came in, or leaves the forward."""
 
     def __init__(
         self, model: nn.Module, passage: Passage, came: Tensor | None, at: Progress, *, leaves: bool = False
     ) -> None:
-        super().__init__()
-        self.__dict__.update(settings_of(model.get_submodule(passage.block)))
+        super().__init__(passage.block, model.get_submodule(passage.block))
         self.passage, self.came, self.leaves, self.at = passage, came, leaves, at
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -346,24 +361,21 @@ class _Through(nn.Module):
         return tuple(members[p] for p in sorted(members, key=int))
 
 
-class _Zeros(nn.Module):
+class _Zeros(_StandIn):
     """A module beside the blocks on another stage: zeros, of one element each, in the shape that it would give."""
 
     def __init__(self, name: str, shaped: nn.Module, like: Tensor, at: Progress) -> None:
-        super().__init__()
-        self.__dict__.update(settings_of(shaped))
-        self.name, self.at = name, at
-        self.shaped, self.like = (shaped,), like  # in a tuple: no module of this one
+        super().__init__(name, shaped)
+        self.like, self.at = like, at
 
     def __getattr__(self, name: str) -> Any:
-        """Modules within it, and parameters whose shape and dtype all stages may ask for."""
-        value = getattr(self.__dict__["shaped"][0], name)
-        path = f"{self.name}.{name}"
+        """Parameters too, whose shape and dtype all stages may ask for."""
+        value, path = getattr(self.__dict__["module"][0], name), f"{self.name}.{name}"
         if isinstance(value, nn.Module):
             return _Zeros(path, value, self.like, self.at)
         if isinstance(value, nn.Parameter):
             return OtherStageParameter.of(value, path, self.at, self.like)
-        raise AttributeError(f"{path} is read, and {self.name} is on another stage", name=name, obj=self)
+        return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.at.check(self.name)
@@ -381,12 +393,12 @@ class _Zeros(nn.Module):
                 return value
             dtype = self.like.dtype if value.is_floating_point() else value.dtype
             shape, width = value.shape, self.like.shape[-1]
-            if isinstance(self.shaped[0], nn.Embedding) and shape[-1] % width == 0:
+            if isinstance(self.module[0], nn.Embedding) and shape[-1] % width == 0:
                 shape = torch.Size((*shape[:-1], width))  # grids cut features
             return self.like.new_zeros((), dtype=dtype).expand(shape)
 
         with torch.no_grad(), torch.device("meta"), Wide():
-            given = self.shaped[0](*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
+            given = self.module[0](*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
         return tree_map(zeros, given)
 
 

@@ -376,6 +376,43 @@ def test_a_model_that_lists_its_units_is_cut_between_them(name: str) -> None:
     assert_parity(LISTED[name])
 
 
+class Encodes(nn.Module):
+    """Torch's own encoder, whose forward reads settings of its first block, and a table that is asked for its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(D, 2, 2 * D, dropout=0.0, batch_first=True)
+        self.tables = nn.ModuleDict({"words": nn.Embedding(V, D)})
+        self.encoder, self.head = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), nn.Linear(D, V)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        table = self.tables["words"]
+        x = table(ids)
+        causal = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=table.weight.dtype)
+        y: Tensor = self.head(self.encoder(x, mask=causal, is_causal=True))
+        return y
+
+
+def evaluates(env: RankEnv, case: Case) -> float:
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        return float(
+            engine.eval_step(tuple(t[context.local_batch(case.global_batch)] for t in case.batch(0)))
+        )
+
+
+def encodes() -> nn.Module:
+    torch.manual_seed(3)
+    return Encodes()
+
+
+def test_code_around_blocks_reads_their_settings_and_the_dtype_of_a_table_on_every_stage() -> None:
+    case = case_of(encodes)
+    assert_parity(case)
+    (alone,) = run_world(evaluates, 1, replace(case, pipeline=1))
+    assert run_world(evaluates, 2, case) == pytest.approx([alone] * 2, rel=1e-12)
+
+
 class Lists(nn.Module):
     """Units of `parts`, none of which is run."""
 
