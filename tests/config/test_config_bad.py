@@ -492,7 +492,12 @@ def command_lines() -> Iterator[Bad]:
         (["--optimizer.betas", "0.9", "x"], "optimizer.betas", (0.9, "x"), "list of 2"),
         (["--optimizer.lr", "nan"], "optimizer.lr", "nan", ">= 0"),
         (["--optimizer.lr.peak", "1"], "optimizer.lr.peak", "1", "lr"),
-        (["--optimizer.groups.0.lr", "1"], "optimizer.groups.0.lr", "1", "exists"),
+        (
+            ["--optimizer.groups.0.lr", "1"],
+            "optimizer.groups.0.lr",
+            1,
+            "--optimizer.groups \"[{'match': '*', 'lr': 1}]\"",
+        ),
         (["--optimizer.nesterov", "perhaps"], "optimizer.nesterov", "perhaps", "True or False"),
         (["--zero", "1"], "zero", 1, "stage"),
         (["parallel.tensor.size=2"], "overrides", "parallel.tensor.size=2", "--section.setting"),
