@@ -277,7 +277,7 @@ def test_a_pipeline_is_told_in_100_columns_and_drawn_into_a_file(
     code, out, err = command(
         capsys, *staged, "--world", "8", "--svg", str(tmp_path / "no" / "plan.svg"), model="layers=8"
     )
-    assert (code, out) == (2, "") and "No such file or directory" in err
+    assert (code, out) == (2, "") and f"there is no folder {tmp_path / 'no'}; legal: a file in one" in err
 
 
 @pytest.mark.parametrize(
