@@ -5,8 +5,8 @@ A module may keep a tensor as an attribute, or in a list or dict, and read it in
 is one, or a memory of the last batch.  One forward a step is exact, as each rank goes on with its own samples.  But
 micro-batches would read each other's, and a recomputed block what its own first forward has left.  A log, or a table
 that a forward fills, changes no result.  So a small copy is run twice, and results are compared.
-Buffers and numbers have checks of their own (rank_comparison.py, second_forward.py, first_step.py).  Here they are set
-back between two forwards.
+Buffers, numbers and frozen parameters have checks of their own (rank_comparison.py, second_forward.py, first_step.py,
+forward_hooks.py).  Here they are set back between two forwards.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _numbers(model: nn.Module) -> list[dict[str, int | float]]:
 
 
 def _set_back(model: nn.Module) -> Callable[[], None]:
-    """A function that gives buffers and numbers of `model` the values that they have now."""
+    """A function that gives buffers, numbers and frozen parameters of `model` the values that they have now."""
     buffers = [
         (module._buffers, name, buffer)
         for module in model.modules()
@@ -102,11 +102,14 @@ def _set_back(model: nn.Module) -> Callable[[], None]:
     ]
     values = [None if buffer is None else buffer.clone() for _, _, buffer in buffers]
     numbers = [(module, _numbers_of(module)) for module in model.modules()]
+    frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
 
     def run() -> None:
         for (owner, name, _), value in zip(buffers, values, strict=True):
             owner[name] = None if value is None else value.clone()
         for module, kept in numbers:
             module.__dict__.update(kept)
+        for parameter, value in frozen:
+            parameter.data = value.clone()
 
     return run
