@@ -1,8 +1,8 @@
 """Refuses a forward that reads what an earlier one has kept, where a step runs more of them than one process.
 
 Note: what a module keeps.
-A module may keep a tensor as an attribute, or in a list or dict, and read it in its next forward.  The state of an RNN
-is one, or a memory of the last batch.  One forward a step is exact, as each rank goes on with its own samples.  But
+A module may keep a tensor, as an attribute or in a list, and read it in its next forward.  The state of an RNN is one,
+or a memory of the last batch.  One forward a step is exact, as each rank goes on with its own samples.  But
 micro-batches would read each other's, and a recomputed block what its own first forward has left.  A log, or a table
 that a forward fills, changes no result.  So a small copy is run twice, and results are compared.
 Buffers, numbers and frozen parameters have checks of their own (rank_comparison.py, second_forward.py, first_step.py,

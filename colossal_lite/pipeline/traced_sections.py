@@ -319,7 +319,7 @@ class _Left(BaseException):  # noqa: N818  (no error; and no `except Exception` 
 
 
 class _StandIn(nn.Module):
-    """Has what code around a module of another stage may read: its mode, its settings, and those of modules in it."""
+    """Has what code around a module of another stage may read: mode and settings, also of modules in it."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__()
