@@ -117,13 +117,17 @@ def test_an_optimizer_of_ones_own_updates_the_master_weights() -> None:
 
 
 class Noisy(torch.optim.SGD):
-    """Gradient descent with noise, as Langevin dynamics have it."""
+    """Gradient descent with noise, as Langevin dynamics have it. Its size is drawn when the optimizer is made."""
+
+    def __init__(self, given: Any, lr: float) -> None:
+        super().__init__(given, lr)
+        self.size = 1e-2 * float(torch.rand(()))
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
         with torch.no_grad():
             for parameter in self.param_groups[0]["params"]:
-                parameter.add_(torch.randn_like(parameter), alpha=1e-2 * random.random())
+                parameter.add_(torch.randn_like(parameter), alpha=self.size * random.random())
 
 
 def with_noise(env: RankEnv) -> dict[str, torch.Tensor]:
