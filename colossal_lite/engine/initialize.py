@@ -49,7 +49,7 @@ from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta,
 from colossal_lite.numerics.torch_modes import outside_inference
 from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.copy_batches import few_of_rank_0, is_more_than_words
-from colossal_lite.parallel.forward_history import Turns
+from colossal_lite.parallel.forward_history import RepeatedForwards
 from colossal_lite.parallel.layer_swap import cut_range
 from colossal_lite.parallel.loss import Criterion, Loss, checked, reader_of
 from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
@@ -144,9 +144,7 @@ def _initialize(
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
     facts = _check_model(module, context)
     first_batch, pads_alone = _of_batches(module, context)
-    reads = "model" if isinstance(criterion, str) else reader_of(criterion)
-    shown = None if example is None else _checked_example(example, module, facts, context, reads)
-    few = None if shown is None else _few(shown, context)
+    shown, few = _example(example, module, facts, context, criterion)
     loss = _loss_by(criterion, module, context, few)
     _check_whole_sequences(module, context)
     streams = DropoutStreams(config.seed)
@@ -154,12 +152,9 @@ def _initialize(
     forecast_batch = None if callable(criterion) else _forecast_batch(model, context, plan)
     originals = dict(module.named_parameters())
     _assert_same_on_all_ranks(module, context, values=recipes is None)
-    is_staged = config.parallel.pipeline.is_staged
-    micro_batch = _first_micro_batch(shown, context) if shown is not None and is_staged else None
-    sections = traced_units(module, micro_batch) if is_staged else None
-    modes = modes_of(module)
+    micro_batch = None if shown is None else _first_micro_batch(shown, context)
+    sections = traced_units(module, micro_batch) if config.parallel.pipeline.is_staged else None
     parallelized = _swap_layers(module, context, plan, streams, loss, few)
-    set_modes(module, modes)
     if parallelized.form != Form(regather_inputs=parallelized.form.regather_inputs):
         if config.parallel.tensor.sequence_parallel == "auto" or parallelized.form.whole_sizes:
             forecast_batch = None  # by a proof, which `plan` does not make
@@ -173,8 +168,7 @@ def _initialize(
     trainable = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
     _check_stage_by_stage(optimizer, trainable, stages, context)
     order = None if isinstance(model, nn.Module) or type(module) is GPT else order_of_use(on_meta(model))
-    of_floats = {name: p.numel() for name, p in module.named_parameters() if p.is_floating_point()}
-    numels = by_order(of_floats, order)
+    numels = by_order({n: p.numel() for n, p in module.named_parameters() if p.is_floating_point()}, order)
     blocks = tuple(blocks_of(module))
     all_packed = pack_chunks(
         numels, parallelized.specs, config, context.mesh.layout, stages.homes, blocks,
@@ -215,8 +209,8 @@ def _loss_by(
 def _of_batches(module: nn.Module, context: Context) -> tuple[FirstBatch | None, bool]:
     """What looks at the first batch, and whether data ranks must pad to one length. Raises ValueError for a model whose
     samples see each other, where a batch is cut."""
-    turns = Turns(splits(context.config), context.config.activation_checkpoint)
-    first_batch = check_samples_apart(module, _cuts(context, turns.splits), turns)
+    repeats = RepeatedForwards(splits(context.config), context.config.activation_checkpoint)
+    first_batch = check_samples_apart(module, _cuts(context, repeats.splits), repeats)
     return first_batch, context.mesh.size("data") > 1 and sees_padding(module)
 
 
@@ -325,7 +319,7 @@ def _swap_layers(
 ) -> Parallelized:  # fmt: skip
     """Replace layers by this rank's shards of them, with activation checkpointing and compilation as configured. Split
     parameters have no values afterwards."""
-    config = context.config
+    config, modes = context.config, modes_of(module)
     parallelized = parallelize(
         module,
         context.mesh,
@@ -345,6 +339,7 @@ def _swap_layers(
     apply_activation_checkpoint(module, config.activation_checkpoint, streams)
     if config.compile == "block":
         compile_blocks(blocks_of(module), context.device)
+    set_modes(module, modes)
     return parallelized
 
 
@@ -367,27 +362,33 @@ def _copies(context: Context) -> tuple[str, ...]:
     return tuple(name for name, keeps in found.items() if keeps)
 
 
-def _checked_example(
-    example: Any, module: nn.Module, facts: ModelFacts | None, context: Context, loss: LossOf
-) -> Batch:
-    """The user's example. Raises ValueError if it is no batch to train on."""
+def _example(
+    example: Any, module: nn.Module, facts: ModelFacts | None, context: Context,
+    criterion: Criterion | Literal["model"] | None,
+) -> tuple[Batch | None, Batch | None]:  # fmt: skip
+    """The user's example, and the samples of it that small copies run on. Collective. Raises ValueError if only some
+    ranks have one, or if it is no batch. Also for arguments that no proof takes."""
+    has_one = context.mesh.world.gather_json(example is not None)
+    if len({*has_one}) > 1:
+        ranks = [rank for rank, has in enumerate(has_one) if has]
+        raise ValueError(f"example: given on the ranks {ranks} alone; legal: on every rank, or on none")
+    if example is None:
+        return None, None
+    loss: LossOf = "model" if isinstance(criterion, str) else reader_of(criterion)
     check_batch(example, StatedSizes(facts.vocabulary if facts else None), ForwardArguments.of(module), loss)
-    return read_batch(example, device=context.device)
-
-
-def _few(example: Batch, context: Context) -> Batch | None:
-    """The samples of it that small copies run on. Collective. Raises ValueError for arguments that no proof takes."""
-    few = few_of_rank_0(example, context.mesh.world, context.device)
+    shown = read_batch(example, device=context.device)
+    few = few_of_rank_0(shown, context.mesh.world, context.device)
     size = context.mesh.size("sequence")
     if few is not None and size > 1 and is_more_than_words(few):
         raise ValueError(
             f"example: {', '.join(named(few.args, few.kwargs))} with parallel.sequence={size}, which is proven with "
             f"ids alone; legal: an example of ids, or parallel.sequence=1"
         )
-    return few
+    return shown, few
 
 
 def _first_micro_batch(example: Batch, context: Context) -> Batch:
+    """What a pipeline is traced and timed with."""
     pipeline, unit = context.config.parallel.pipeline, context.config.parallel.tensor.sample_parts
     first = example.cut(context.config.gradient_accumulation)[0]
     return first.cut(pipeline.parts_of([first.size], 1, unit))[0]

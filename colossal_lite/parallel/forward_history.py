@@ -1,4 +1,4 @@
-"""Refuses a forward that reads what an earlier one has kept, where a step runs more of them than one process.
+"""Refuses a forward that reads what an earlier one has kept, where a step runs several of them.
 
 Note: what a module keeps.
 A module may keep a tensor, as an attribute or in a list, and read it in its next forward.  The state of an RNN is one,
@@ -32,7 +32,7 @@ from colossal_lite.transforms.activation_checkpoint import Mode, apply_activatio
 
 
 @dataclass(frozen=True)
-class Turns:
+class RepeatedForwards:
     """How often a step runs a module on a rank. `splits`: settings that run it on several parts of a batch, as a user
     writes them. `recomputes`: the mode of activation checkpointing."""
 

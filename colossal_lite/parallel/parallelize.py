@@ -156,13 +156,10 @@ def parallelize(
     head = None if criterion is not None else head_of(module)
     auxiliary, emitting, facts = AuxiliaryLosses(), modules_of(module), facts_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
-    chosen: Mapping[str, str] = {}
-    roles: Mapping[str, Role] = {}
-    form, first = Form(), None
+    found: _Proven = {}, {}, Form(), None
     if mesh.size("tensor") > 1:
-        chosen, roles, form, first = _proven(
-            module, mesh, plan, sequence_parallel, regather_inputs, criterion, example
-        )
+        found = _proven(module, mesh, plan, sequence_parallel, regather_inputs, criterion, example)
+    chosen, roles, form, first = found
     _check_auxiliary(module, mesh, form.sequence_parallel, sequence_mode)
     _check_compiled(module, form, compiled)
     padding = padding_of(

@@ -24,7 +24,7 @@ from colossal_lite.kernels import TORCH
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.linearity import SEED
 from colossal_lite.parallel.copy_batches import is_more_than_words, words
-from colossal_lite.parallel.forward_history import Turns
+from colossal_lite.parallel.forward_history import RepeatedForwards
 from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.narrowing import Narrowing, narrowing
 from colossal_lite.parallel.replicated import serial
@@ -310,7 +310,7 @@ class FirstBatch:
     model: PerSample | None
     """Of a copy, float64 on the CPU; None if nothing is compared."""
     cuts: tuple[str, ...]
-    turns: Turns = field(default_factory=Turns)
+    repeats: RepeatedForwards = field(default_factory=RepeatedForwards)
     refusal: str = ""
     """Why the engine cannot start a backward from a sum over labels; "" if it can."""
 
@@ -334,8 +334,8 @@ class FirstBatch:
         given = Batch(tuple(map(few, args)), {n: few(x) for n, x in kwargs.items()}, numbers, numbers)
         with suppress(NotRunError):
             parts, kind = given.cut(2), type(self.model.inner).__name__
-            if self.turns and not count % 2:
-                self.turns.check(self.model, parts, "a copy", sum_of_squares)
+            if self.repeats and not count % 2:
+                self.repeats.check(self.model, parts, "a copy", sum_of_squares)
             if self.cuts and (found := difference_of_parts(self.model, given, parts, sum_of_squares)):
                 _refuse_mixing(kind, "a copy", found.removeprefix("inner."), self.cuts)
             if self.cuts and (found := difference_of_parts(self.model, given, parts, sum_of_squares, SEED)):
@@ -366,11 +366,13 @@ class PerSample(nn.Module):
         return found
 
 
-def check_samples_apart(model: nn.Module, cuts: Sequence[str], turns: Turns) -> FirstBatch | None:
+def check_samples_apart(
+    model: nn.Module, cuts: Sequence[str], repeats: RepeatedForwards
+) -> FirstBatch | None:
     """Raises ValueError for a model whose samples see each other, where `cuts` (as a user writes them) split a batch.
     On a quick small copy, losses and gradients of two halves must add up to those of the whole. Nothing is
     communicated. So must they if backward starts from another number. If not, a model is refused. Without cuts it is
-    refused only in steps whose loss the engine computes. As for `turns`, no forward may read what another has kept.
+    refused only in steps whose loss the engine computes. As for `repeats`, no forward may read what another has kept.
 
     A model that does not run on random words is looked at with its first batch, by the result. None: no such model, or
     too large a one."""
@@ -382,19 +384,19 @@ def check_samples_apart(model: nn.Module, cuts: Sequence[str], turns: Turns) -> 
         parts = batch.cut(2) if cuts else (batch,)
         found = difference_of_parts(small.model, batch, parts, seed=SEED)
         mixed = difference_of_parts(small.model, batch, parts) if found and cuts else ""
-        if turns and not mixed:
-            turns.check(small.model, batch.cut(2), "a small copy")
+        if repeats and not mixed:
+            repeats.check(small.model, batch.cut(2), "a small copy")
         return found, mixed
 
     try:
         found, mixed = on_a_copy(model, table_roles(model), tried, is_quick=True)
     except NoCopyError:
-        if not (cuts or turns):
+        if not (cuts or repeats):
             return None
         for keeps_all in (True, False):
             with suppress(NoCopyError):
                 copied = small_copy(model, {}, None, MOST_QUICK_BYTES, keeps_all=keeps_all).model
-                return FirstBatch(PerSample(copied), tuple(cuts), turns)
+                return FirstBatch(PerSample(copied), tuple(cuts), repeats)
         return None
     if mixed:
         _refuse_mixing(type(model).__name__, "a small copy", mixed, cuts)

@@ -104,7 +104,10 @@ def head_weight(module: nn.Module, roles: Mapping[str, Role]) -> Tensor:
     """Weight [V, D] of the head: it tells the vocabulary, to which padded logits are cut back, and the width."""
     heads = [name for name, role in roles.items() if role.name == "lm_head"]
     if len(heads) != 1:
-        raise ValueError(f"plan: exactly one module must be the lm_head, found {heads or 'none'}")
+        raise ValueError(
+            f"plan: exactly one module must be the lm_head, found {heads or 'none'}. Legal: a plan that gives this "
+            f"role to the linear that makes the logits, or parallel.tensor=1"
+        )
     weight = module.get_submodule(heads[0]).weight
     assert isinstance(weight, Tensor)
     return weight

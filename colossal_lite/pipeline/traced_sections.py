@@ -328,10 +328,14 @@ class _StandIn(nn.Module):
         self.name, self.module = name, (module,)  # in a tuple: no module of this one
 
     def __getattr__(self, name: str) -> Any:
-        value, path = getattr(self.__dict__["module"][0], name), f"{self.name}.{name}"
-        if isinstance(value, nn.Module):
-            return _StandIn(path, value)
-        raise AttributeError(f"{path} is read, and {self.name} is on another stage", name=name, obj=self)
+        path, value = f"{self.name}.{name}", getattr(self.__dict__["module"][0], name)
+        if (found := self.stand_in(path, value)) is None:
+            raise AttributeError(f"{path} is read, and {self.name} is on another stage", name=name, obj=self)
+        return found
+
+    def stand_in(self, path: str, value: Any) -> Any:
+        """What stands for an attribute that is no setting; None: it may not be read."""
+        return _StandIn(path, value) if isinstance(value, nn.Module) else None
 
 
 class _Through(_StandIn):
@@ -368,14 +372,11 @@ class _Zeros(_StandIn):
         super().__init__(name, shaped)
         self.like, self.at = like, at
 
-    def __getattr__(self, name: str) -> Any:
+    def stand_in(self, path: str, value: Any) -> Any:
         """Parameters too, whose shape and dtype all stages may ask for."""
-        value, path = getattr(self.__dict__["module"][0], name), f"{self.name}.{name}"
-        if isinstance(value, nn.Module):
-            return _Zeros(path, value, self.like, self.at)
         if isinstance(value, nn.Parameter):
             return OtherStageParameter.of(value, path, self.at, self.like)
-        return super().__getattr__(name)
+        return _Zeros(path, value, self.like, self.at) if isinstance(value, nn.Module) else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.at.check(self.name)

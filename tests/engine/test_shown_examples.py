@@ -122,6 +122,22 @@ def test_without_an_example_a_plan_and_an_own_loss_name_it() -> None:
         assert "or cl.initialize(..., example=batch), if no ids are its inputs" in found
 
 
+def shows_alone(env: RankEnv) -> str:
+    with env.launch(dict(precision="fp64")) as context:
+        try:
+            cl.initialize(model("ViT"), context=context, example=batch("ViT") if context.is_main else None)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_an_example_on_some_ranks_alone_is_refused_on_all() -> None:
+    assert (
+        run_world(shows_alone, 2)
+        == ["example: given on the ranks [0] alone; legal: on every rank, or on none"] * 2
+    )
+
+
 def test_an_example_of_the_wrong_form_is_refused_with_what_the_model_said() -> None:
     wrong = dict(pixel_values=torch.randn(2, 3, 8, 8, dtype=torch.float64), labels=torch.tensor([0, 1]))
     for found in run_world(refused, 2, MODES["tensor"][1], dict(example=wrong)):
