@@ -368,7 +368,9 @@ def _example(
 ) -> tuple[Batch | None, Batch | None]:  # fmt: skip
     """The user's example, and the samples of it that small copies run on. Collective. Raises ValueError if only some
     ranks have one, or if it is no batch. Also for arguments that no proof takes."""
-    has_one = context.mesh.world.gather_json(example is not None)
+    world = context.mesh.world
+    with world.ledger.paused():
+        has_one = world.gather_json(example is not None)
     if len({*has_one}) > 1:
         ranks = [rank for rank, has in enumerate(has_one) if has]
         raise ValueError(f"example: given on the ranks {ranks} alone; legal: on every rank, or on none")
@@ -377,7 +379,8 @@ def _example(
     loss: LossOf = "model" if isinstance(criterion, str) else reader_of(criterion)
     check_batch(example, StatedSizes(facts.vocabulary if facts else None), ForwardArguments.of(module), loss)
     shown = read_batch(example, device=context.device)
-    few = few_of_rank_0(shown, context.mesh.world, context.device)
+    with world.ledger.paused():
+        few = few_of_rank_0(shown, world, context.device)
     size = context.mesh.size("sequence")
     if few is not None and size > 1 and is_more_than_words(few):
         raise ValueError(

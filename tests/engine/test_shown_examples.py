@@ -70,6 +70,7 @@ def trains(env: RankEnv, name: str, config: dict[str, Any], own: bool, more: dic
             model(name, **more), context=context, criterion="model" if own else None,
             example=batch(name, seed=7 + context.rank),
         )  # fmt: skip
+        assert not engine.ledger.rows(), "it counts what steps send"
         part = context.local_batch(SAMPLES)
         loss = engine.forward_backward({key: x[part] for key, x in batch(name).items()})
         return float(loss), engine.full_gradients()
