@@ -129,8 +129,14 @@ class OpenTask:
         self.context = order.launch(config, **place)
         try:
             build = copy.deepcopy(task.build) if isinstance(task.build, nn.Module) else task.build
+            example = next(iter(self.context.dataloader(data, global_batch=task.global_batch)), None)
             engine = initialize(
-                build, context=self.context, criterion=task.criterion, store=store, task=task.name
+                build,
+                context=self.context,
+                criterion=task.criterion,
+                example=example,
+                store=store,
+                task=task.name,
             )
             self.run = Run(folder_of(order.directory, task.name), engine, save_every=order.save_every)
             self.batches: Iterator[Any] = iter(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 import colossal_lite as cl
 from tests.shared.parity import adapt
@@ -110,6 +111,21 @@ def over_another_base() -> cl.models.GPT:
 def adapted(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:
     """A task of those that share their base."""
     return task(name, lr, steps, **(dict(build=over_a_base, config=SPILLED) | more))
+
+
+def pictures() -> torch.nn.Module:
+    """A classifier that does not run on ids."""
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_labels=3,
+            image_size=8, patch_size=4,
+        )
+    )  # fmt: skip
+
+
+def of_pictures() -> list[dict[str, torch.Tensor]]:
+    values = torch.randn(12, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return [dict(pixel_values=x, labels=torch.tensor(i % 3)) for i, x in enumerate(values)]
 
 
 def task(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 import colossal_lite as cl
 from colossal_lite.config.config import Config
@@ -278,6 +279,24 @@ def test_gangs_meet_again_when_a_worker_dies_and_have_the_bits_of_a_world_of_the
     assert [row["devices"] for row in rows if row["decision"] == "died"] == [[0, 1]] * 2
     runs = [row["devices"] for row in rows if row["decision"] == "run" and row["task"] == "pair"]
     assert runs and all(devices == [0, 1] for devices in runs)
+
+
+def of_one_process(env: RankEnv, folder: Path) -> list[float]:
+    with env.launch(CONFIG) as context:
+        example = default_collate(own.of_pictures()[:4])
+        engine = cl.initialize(own.pictures, context=context, criterion="model", example=example)
+        run = cl.Run(folder, engine)
+        return [float(run.step(b).loss) for b in run.batches(own.of_pictures(), steps=5, global_batch=4)]
+
+
+def test_a_task_of_pictures_trains_on_its_own_loss_by_its_first_batch(tmp_path: Path) -> None:
+    """No random ids run through it, so its loss and its roles are proven on its data."""
+    plain = cl.Task("one", own.pictures, data=own.of_pictures, steps=5, global_batch=4, criterion="model")
+    tensor = replace(plain, name="tensor", devices=2, config=dict(parallel=dict(tensor=2)))
+    found = run_world(together, 2, [plain, tensor], tmp_path / "many", {}, timeout_s=240)[0]
+    (expected,) = run_world(of_one_process, 1, tmp_path / "alone")
+    assert found["one"]["losses"] == expected, found["one"]["cause"]
+    assert found["tensor"]["losses"] == pytest.approx(expected, rel=1e-10), found["tensor"]["cause"]
 
 
 def test_gangs_of_two_sizes_share_four_devices(tmp_path: Path) -> None:
