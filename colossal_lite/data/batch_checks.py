@@ -15,8 +15,11 @@ BATCH_KEYS = ("input_ids", "attention_mask", "position_ids", "labels")
 MAIN = ("inputs", "input_ids")
 """What a batch has its ids or samples under, if it is one of these."""
 IGNORED = -100
-LossOf = Literal["logits", "model", "own"]
-"""What reads the labels: cross-entropy of the logits, the model itself, or a function of the user's own."""
+LossOf = Literal["logits", "model", "shown", "own"]
+"""What reads the labels: cross-entropy of the logits, the model itself, the model as an example shows it, or a function
+of the user's own."""
+FREE: tuple[LossOf, ...] = ("shown", "own")
+"""Labels of any form, of samples too."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def check_batch(
     _check_tensors(named(args, {}))
     if forward is not None:
         forward.check(args, kwargs)
-        if loss != "model":
+        if loss not in ("model", "shown"):
             forward.check_decoder(kwargs)
     elif not args:
         check_known(kwargs, BATCH_KEYS)
@@ -115,7 +118,7 @@ class _Rules:
     def _dtypes(self, path: str) -> tuple[torch.dtype, ...]:
         """The legal dtypes of an entry; empty: any."""
         if path == "labels":
-            is_number = self.loss == "own" or self.inputs.is_floating_point()
+            is_number = self.loss in FREE or self.inputs.is_floating_point()
             return (torch.int64, *_FLOATS) if is_number else (torch.int64,)
         known = {
             "attention_mask": (torch.bool, torch.int64, torch.int32, *_FLOATS),
@@ -136,7 +139,7 @@ class _Rules:
         if path in BATCH_KEYS:
             if path != "labels":
                 return of_ids
-            if self.loss == "own" or self.makes_tokens or not self.is_alone:
+            if self.loss in FREE or self.makes_tokens or not self.is_alone:
                 return ""
             one = f"one label a sample, ({len(x)},)"
             if self.loss == "logits":
@@ -176,7 +179,9 @@ class _Rules:
         """What the numbers of an entry are below, and its name."""
         if path == "position_ids":
             return self.sizes.positions, "the positions that the model states"
-        are_tokens = path != "labels" or x.shape == self.inputs.shape or (self.loss != "own" and x.ndim == 2)
+        are_tokens = (
+            path != "labels" or x.shape == self.inputs.shape or (self.loss not in FREE and x.ndim == 2)
+        )
         return (self.sizes.vocabulary if are_tokens else None), "the vocabulary"
 
     def _unshifted(self, x: Tensor) -> Iterator[_Rule]:

@@ -376,7 +376,7 @@ def _example(
         raise ValueError(f"example: given on the ranks {ranks} alone; legal: on every rank, or on none")
     if example is None:
         return None, None
-    loss: LossOf = "model" if isinstance(criterion, str) else reader_of(criterion)
+    loss: LossOf = "shown" if isinstance(criterion, str) else reader_of(criterion)
     check_batch(example, StatedSizes(facts.vocabulary if facts else None), ForwardArguments.of(module), loss)
     shown = read_batch(example, device=context.device)
     with world.ledger.paused():

@@ -61,7 +61,8 @@ def plan_of(task: Task, shared: Mapping[str, Any]) -> RunPlan | None:
 
 def _tokens_of(task: Task, data: Any) -> int | None:
     """Tokens of the first sample; None for a task that cannot be planned."""
-    row, inputs = data[0] if len(data) and task.criterion is None else None, None
+    has_rows = len(data) and hasattr(data, "__getitem__") and task.criterion is None
+    row, inputs = data[0] if has_rows else None, None
     if isinstance(row, Mapping):
         inputs = row.get("input_ids")
     elif isinstance(row, tuple | list) and row:

@@ -60,6 +60,11 @@ def is_more_than_words(example: Batch) -> bool:
     return len(example.args) + len(others) > ("input_ids" not in example.kwargs)
 
 
+def labels_samples(example: Batch) -> bool:
+    """Whether its labels are of samples, where its inputs are ids of tokens."""
+    return not example.inputs.is_floating_point() and example.labels.shape != example.inputs.shape
+
+
 def samples_of(example: Batch, count: int, rows: int, device: torch.device = CPU) -> Batch:
     """So many samples of it: numbers in float64, and ids that tables of `rows` have."""
     number = torch.arange(count, device=device)

@@ -161,7 +161,9 @@ def reader_of(criterion: Criterion | ModelLoss | None) -> LossOf:
     """What reads the labels of a batch."""
     if criterion is None:
         return "logits"
-    return "model" if isinstance(criterion, ModelLoss) else "own"
+    if isinstance(criterion, ModelLoss):
+        return "shown" if criterion.is_shown else "model"
+    return "own"
 
 
 def _check_labels_fit(logits: Tensor, labels: Tensor) -> None:

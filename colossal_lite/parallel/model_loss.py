@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_checks import IGNORED
 from colossal_lite.numerics.generators import generators_kept
-from colossal_lite.parallel.copy_batches import is_more_than_words, samples_of
+from colossal_lite.parallel.copy_batches import is_more_than_words, labels_samples, samples_of
 from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.small_copy import NoCopyError, Plainly, few_ids, few_rows, small_copy, table_roles
 from colossal_lite.parallel.tensor_modes import TensorStrategy
@@ -47,6 +47,8 @@ class ModelLoss:
 
     labels: str
     ignored: int | None
+    is_shown: bool = False
+    """Whether it is proven on an example, with labels of that form."""
 
     def asked(self, batch: Batch) -> Batch:
         """The batch with its labels among the arguments of the model, if it has a valid one. Raises ModelLossError for
@@ -97,7 +99,8 @@ def model_loss(model: nn.Module, example: Batch | None = None) -> ModelLoss:
     made, why = None, ""
     tables = table_roles(model)
     copies: list[tuple[dict[str, Role], bool]] = [(tables, True), (tables, False), ({}, True)]
-    shown = [example] if example is None or is_more_than_words(example) else [None, example]
+    has_words = example is not None and not is_more_than_words(example) and not labels_samples(example)
+    shown = [None, example] if has_words else [example]
     for batch, (roles, keeps_all) in product(shown, copies):
         try:
             small = small_copy(model, roles, None, LIMIT_BYTES, keeps_all=keeps_all)
@@ -116,10 +119,14 @@ def model_loss(model: nn.Module, example: Batch | None = None) -> ModelLoss:
     if made is None:
         raise ModelLossError(
             f"criterion='model': the loss of {type(model).__name__} cannot be proven on a small copy: {why}; {LEGAL}"
-            + ("" if example else "; or cl.initialize(..., example=batch), if no ids are its inputs")
+            + (
+                ""
+                if example
+                else "; or cl.initialize(..., example=batch), if no ids are its inputs, or its labels are of samples"
+            )
         )
     with generators_kept():
-        return ModelLoss(name, made.ignored())
+        return ModelLoss(name, made.ignored(), is_shown=batch is not None)
 
 
 def _hand_out(name: str, module: nn.Module, args: Any, outputs: Any) -> dict[str, Any] | None:

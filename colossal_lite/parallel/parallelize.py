@@ -33,7 +33,7 @@ from colossal_lite.kernels import Ops
 from colossal_lite.models import GPT
 from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan, roles_by_shape
-from colossal_lite.parallel.copy_batches import is_more_than_words
+from colossal_lite.parallel.copy_batches import is_more_than_words, labels_samples
 from colossal_lite.parallel.dropout_rows import (
     adapters_of,
     bind_dropout,
@@ -345,6 +345,8 @@ def _proven(
 ) -> _Proven:  # fmt: skip
     """The plan, the roles and the form in which the model stays what it is. Without a proof, also what proves them with
     the first batch. Raises ValueError if there are none."""
+    if sequence_parallel == "auto" and example is not None and labels_samples(example):
+        sequence_parallel = False  # it would cut the labels with the tokens
     try:
         return _found(module, mesh, plan, sequence_parallel, regather_inputs, criterion, example)
     except ValueError as error:

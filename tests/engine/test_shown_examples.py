@@ -284,3 +284,66 @@ def refused_words(env: RankEnv, config: dict[str, Any]) -> str:
         return str(words_and_features(env, config, True))
     except ValueError as error:
         return str(error)
+
+
+def classifier(labels: int) -> nn.Module:
+    """Of sequences: classes, or one number."""
+    sizes = SIZES | dict(num_labels=labels, vocab_size=50, max_position_embeddings=16) | STILL
+    torch.manual_seed(0)
+    made: nn.Module = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes)).double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return made
+
+
+def sequences(labels: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(labels)
+    ids = torch.randint(1, 50, (SAMPLES, 8), generator=generator)
+    mask = (torch.arange(8) < torch.tensor([[8], [6], [8], [5]])).long()
+    numbers = torch.randn(SAMPLES, generator=generator, dtype=torch.float64)
+    return dict(
+        input_ids=ids, attention_mask=mask, labels=numbers if labels == 1 else torch.arange(SAMPLES) % labels
+    )
+
+
+def trains_on_sequences(env: RankEnv, labels: int, config: dict[str, Any]) -> Found:
+    base = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), timeout_s=60)
+    with env.launch(base | config) as context:
+        shown = sequences(labels)
+        engine = cl.initialize(classifier(labels), context=context, criterion="model", example=shown)
+        part = context.local_batch(SAMPLES)
+        loss = engine.forward_backward({key: x[part] for key, x in shown.items()})
+        return float(loss), engine.full_gradients()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("labels", [1, 3], ids=["numbers", "classes"])
+def test_the_own_loss_of_a_text_classifier_is_proven_on_labels_of_samples(labels: int, mode: str) -> None:
+    plain = classifier(labels)
+    loss = plain(**sequences(labels)).loss
+    loss.backward()
+    right = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    largest = max(float(g.abs().max()) for g in right.values())
+    ranks, config = MODES[mode]
+    for found, gradients in run_world(trains_on_sequences, ranks, labels, config, timeout_s=120):
+        assert found == pytest.approx(loss.item(), rel=1e-12)
+        for key, gradient in right.items():
+            error = float((gradients[key] - gradient).abs().max())
+            assert error <= 1e-10 * float(gradient.abs().max()) + 1e-13 * largest, key
+
+
+def unshown(env: RankEnv) -> str:
+    with env.launch(dict(precision="fp64")) as context:
+        try:
+            cl.initialize(classifier(3), context=context, criterion="model")
+        except ModelLossError as error:
+            return str(error)
+    return ""
+
+
+def test_the_own_loss_of_a_text_classifier_without_an_example_names_it() -> None:
+    (found,) = run_world(unshown, 1)
+    assert (
+        "cl.initialize(..., example=batch), if no ids are its inputs, or its labels are of samples" in found
+    )

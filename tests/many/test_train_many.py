@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 import colossal_lite as cl
 from colossal_lite.config.config import Config
@@ -293,9 +293,11 @@ def test_a_task_of_pictures_trains_on_its_own_loss_by_its_first_batch(tmp_path: 
     """No random ids run through it, so its loss and its roles are proven on its data."""
     plain = cl.Task("one", own.pictures, data=own.of_pictures, steps=5, global_batch=4, criterion="model")
     tensor = replace(plain, name="tensor", devices=2, config=dict(parallel=dict(tensor=2)))
-    found = run_world(together, 2, [plain, tensor], tmp_path / "many", {}, timeout_s=240)[0]
+    loaded = replace(plain, name="loaded", data=DataLoader(own.of_pictures(), batch_size=4, shuffle=True))
+    found = run_world(together, 2, [plain, tensor, loaded], tmp_path / "many", {}, timeout_s=240)[0]
     (expected,) = run_world(of_one_process, 1, tmp_path / "alone")
-    assert found["one"]["losses"] == expected, found["one"]["cause"]
+    for name in ("one", "loaded"):
+        assert found[name]["losses"] == expected, found[name]["cause"]
     assert found["tensor"]["losses"] == pytest.approx(expected, rel=1e-10), found["tensor"]["cause"]
 
 
