@@ -26,7 +26,7 @@ from colossal_lite.kernels import Ops
 from colossal_lite.models import GPT
 from colossal_lite.parallel.small_copy import TOKENS, deep_copy
 from colossal_lite.parallel.tensor_1d_layers import Head, gather_from_sequence_region, with_padding
-from colossal_lite.transforms.split_backward import WeightGradStore, deliver, linear
+from colossal_lite.transforms.split_backward import WeightGradStore, deliver, linear, store_for
 
 
 class UnmadeLogits(Tensor):
@@ -85,7 +85,7 @@ class FusedHead:
 
     def __init__(self, head: Any, ops: Ops) -> None:
         self.head, self.ops = head, ops
-        self._plain = head.forward if isinstance(head, Head) else self._linear
+        self._plain = head.forward if isinstance(head, Head) else self._product
         self._labels: Tensor | None = None
         self._scale = 1.0
         if not isinstance(head, Head):
@@ -102,14 +102,15 @@ class FusedHead:
         finally:
             self._labels = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The logits of x [B, T(/n), D]; unmade, if their labels are known."""
+    def __call__(self, input: Tensor) -> Tensor:
+        """The logits of `input` [B, T(/n), D]; unmade, if their labels are known."""
         head, labels, mode = self.head, self._labels, getattr(self.head, "mode", None)
         parts = mode.size if mode is not None and mode.sequence_parallel else 1
-        if labels is None or x.dim() != 3 or (x.shape[0], x.shape[1] * parts) != labels.shape:
-            return self._plain(x)
-        rows = x if mode is None else gather_from_sequence_region(x, mode)
-        weight, cut = _deferring(head.weight, head.weight_grad_store), dict[str, Any]()
+        if labels is None or input.dim() != 3 or (input.shape[0], input.shape[1] * parts) != labels.shape:
+            return self._plain(input)
+        rows = input if mode is None else gather_from_sequence_region(input, mode)
+        weight, cut = head.weight, dict[str, Any]()
+        weight = _deferring(weight, store_for(head.weight_grad_store, weight))
         if mode is not None:
             cut = dict(
                 start=mode.coord * len(weight), vocabulary=mode.vocabulary,
@@ -118,13 +119,14 @@ class FusedHead:
         total, count = self.ops.linear_cross_entropy(rows, weight, labels, scale=self._scale, **cut)
 
         def make() -> Tensor:
-            logits = linear(rows, head.weight, None, head.weight_grad_store)
+            logits = self._product(rows)
             return logits if mode is None else with_padding(logits, head.padded)
 
         return UnmadeLogits.of(rows, len(weight), make, (_read_in_backward(total, head.weight), count))
 
-    def _linear(self, x: Tensor) -> Tensor:
-        return linear(x, self.head.weight, None, self.head.weight_grad_store)
+    def _product(self, x: Tensor) -> Tensor:
+        weight = self.head.weight
+        return linear(x, weight, None, store_for(self.head.weight_grad_store, weight))
 
 
 def free_head(module: nn.Module) -> None:

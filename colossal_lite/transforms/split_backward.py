@@ -9,9 +9,10 @@ a weight is used once.
 - embedding: all of it is W;
 - linear of a grid (2D, 2.5D, 3D): W gathers x again and sums its terms, as backward in one part does.  If y's gradient
   was gathered, it is saved from I to W;
-- norm: W runs the norm forward again on the x that it saves anyway, and backward for its weights alone. Parameters of
-  other modules get their gradients in I, which is right and no faster.  With the store closed every layer computes both
-  at once.  Cost: x and dy of each layer are saved from I to W; a norm is computed once more.
+- norm of torch, ours or Hugging Face: W runs the norm forward again on the x that it saves anyway, and backward for its
+  weights alone. Other parameters, and computed weights, get their gradients in I, which is right and no faster.
+With the store closed every layer computes both at once.  Cost: x and dy of each layer are saved from I to W; a norm is
+computed once more.
 """
 
 from __future__ import annotations
@@ -242,7 +243,10 @@ class _Tap(Function):
         def work() -> None:
             with torch.enable_grad():
                 again = run(x)
-            deliver([again], [dy])
+            # Those of other parameters, as of modules within, were computed in I.
+            found = torch.autograd.grad(again, ctx.weights, dy, allow_unused=True)
+            read = [number for number, gradient in enumerate(found) if gradient is not None]
+            deliver([ctx.weights[number] for number in read], [found[number] for number in read])
 
         if ctx.queue.is_open:
             ctx.queue.put(work, *ctx.weights)
@@ -268,7 +272,7 @@ def defer_weights(module: nn.Module, queue: WeightGradStore) -> None:
             made.__dict__["forward"] = partial(_linear_forward, made, queue)
         elif isinstance(made, nn.Embedding) and _runs_as(made, nn.Embedding) and _is_plain(made):
             made.__dict__["forward"] = partial(_embedding_forward, made, queue)
-        elif isinstance(made, Norm | nn.LayerNorm | nn.RMSNorm) or type(made).__name__.endswith("RMSNorm"):
+        elif _is_norm(made):
             made.__dict__["forward"] = partial(_norm_forward, made, made.forward, queue)
 
 
@@ -299,6 +303,16 @@ def _runs_as(made: nn.Module, kind: type[nn.Module]) -> bool:
     return type(made).forward is kind.forward and "forward" not in made.__dict__
 
 
+def _is_norm(made: nn.Module) -> bool:
+    """Whether it gives one tensor of the one that it takes, the same when it runs again: torch's, ours and Hugging
+    Face's. A norm of a user may draw or count."""
+    kind = next((kind for kind in (nn.LayerNorm, nn.RMSNorm) if isinstance(made, kind)), None)
+    if kind is not None:
+        return type(made).forward is kind.forward
+    of_hugging_face = type(made).__module__.startswith("transformers.")
+    return isinstance(made, Norm) or (of_hugging_face and type(made).__name__.endswith("RMSNorm"))
+
+
 def _is_plain(table: nn.Embedding) -> bool:
     return (
         table.padding_idx is None
@@ -307,28 +321,35 @@ def _is_plain(table: nn.Embedding) -> bool:
     )
 
 
-def _linear_forward(module: nn.Linear, queue: WeightGradStore, x: Tensor) -> Tensor:
+def store_for(queue: WeightGradStore | None, *weights: Tensor | None) -> WeightGradStore | None:
+    """The store, unless one of the weights is computed, as by weight_norm or parametrize. Those get their gradients in
+    I, with what they are made of: its graph runs once."""
+    return queue if all(weight is None or weight.grad_fn is None for weight in weights) else None
+
+
+# The names of arguments are torch's: callers may write them.
+def _linear_forward(module: nn.Linear, queue: WeightGradStore, input: Tensor) -> Tensor:
+    weight, bias = module.weight, module.bias
+    return linear(input, weight, bias, store_for(queue, weight, bias))
+
+
+def _embedding_forward(module: nn.Embedding, queue: WeightGradStore, input: Tensor) -> Tensor:
     weight = module.weight
-    # A weight that is computed (weight_norm, parametrize) gets its gradient in I, with those of what it is made of.
-    return linear(x, weight, module.bias, queue if weight.grad_fn is None else None)
-
-
-def _embedding_forward(module: nn.Embedding, queue: WeightGradStore, ids: Tensor) -> Tensor:
-    return embedding(ids, module.weight, queue)
+    return embedding(input, weight, store_for(queue, weight))
 
 
 def _norm_forward(
-    module: nn.Module, original: Callable[[Tensor], Tensor], queue: WeightGradStore, x: Tensor
-) -> Tensor:
+    module: nn.Module, original: Callable[..., Any], queue: WeightGradStore, *args: Any, **named: Any
+) -> Any:
     weights = [p for p in module.parameters(recurse=False) if p.requires_grad]
-    if not weights or not torch.is_grad_enabled():
-        return original(x)
+    given = (*args, *named.values())
+    if not weights or len(given) != 1 or not torch.is_grad_enabled():
+        return original(*args, **named)
     own = module._parameters
     # Replaces the whole table of parameters for one call: no other attribute names them all.
     module.__dict__["_parameters"] = {name: None if p is None else p.detach() for name, p in own.items()}
     try:
-        y = original(x)
+        y = original(*given)
     finally:
         module.__dict__["_parameters"] = own
-    tapped: Tensor = _Tap.apply(y, x.detach(), original, queue, *weights)  # type: ignore[no-untyped-call]
-    return tapped
+    return _Tap.apply(y, given[0].detach(), original, queue, *weights)  # type: ignore[no-untyped-call]
