@@ -25,9 +25,10 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +155,12 @@ class Checkpointer:
         timeout_s: float,
         heard: Callable[[], str],
         standing: Callable[[Sequence[int]], str] = lambda ranks: "",
+        numbers: Iterator[int] | None = None,
     ) -> None:
+        """`numbers`: of the saves and loads of all checkpointers that share `store`; None if there is no other."""
         self._layout, self._rank, self._store = layout, rank, store
         self._keep, self._timeout_s, self._heard, self._standing = keep, timeout_s, heard, standing
-        self._calls = 0
+        self._numbers = count(1) if numbers is None else numbers
         self._last: Saving | None = None
         self.is_mixed = False
         """a load failed halfway: the tensors that it filled are part old, part new"""
@@ -395,8 +398,7 @@ class Checkpointer:
         return None
 
     def _meet(self, what: str) -> SaveRendezvous:
-        self._calls += 1
-        key = f"checkpoint/{self._calls}"
+        key = f"checkpoint/{next(self._numbers)}"
         world = self._layout.world_size
         return SaveRendezvous(
             self._store, key, what, self._rank, world, self._timeout_s, self._heard, self._standing

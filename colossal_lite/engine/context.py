@@ -14,10 +14,11 @@ rules for ranks that end early:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 from weakref import WeakSet
@@ -64,6 +65,8 @@ class Context:
     _endings: list[Callable[[], Stopped | None]] = field(default_factory=list)
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
     """The models that engines of this context train."""
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    """Of the saves and loads of all engines of this context: no two may share keys in the store."""
 
     @property
     def rank(self) -> int:

@@ -70,7 +70,7 @@ class EngineState:
         self.checkpoints = Checkpointer(
             mesh.layout, mesh.rank, context.store, keep=context.config.checkpoint.keep,
             timeout_s=context.config.timeout_s, heard=context.first_loss,
-            standing=context.standing,
+            standing=context.standing, numbers=context.numbers,
         )  # fmt: skip
         self.stop_point = StopPoint(speaks=context.is_main)
         self._task_resume = TaskResume(parts)
