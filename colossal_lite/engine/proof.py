@@ -179,7 +179,9 @@ def case_of(
             except Exception as error:  # the model's own code takes other ids, or fewer tokens
                 why = why or error
     raise ValueError(
-        f"model: {type(model).__name__} does not run on ids [{samples}, {unit}]: {type(why).__name__}: {why}"
+        f"model: {type(model).__name__} does not run on ids [{samples}, {unit}]: {type(why).__name__}: {why}. "
+        f"Legal: a model whose forward takes ids [samples, tokens] alone. Another is proven by cl.initialize(..., "
+        f"example=batch)"
     ) from why
 
 

@@ -186,7 +186,8 @@ class OwnOptimizer:
         name = type(self._optimizer).__name__
         raise ValueError(
             f"optimizer: checkpoints of {name}, an optimizer of your own, are not built; legal is a type of the "
-            f"config, or torch's own state_dict() of it beside engine.full_state_dict()"
+            f"config. Without dropout, lr_scheduler and other draws also torch's own state_dict() of it, beside "
+            f"engine.full_state_dict(): an engine that loads these counts its steps from 0"
         )
 
     def updates(self) -> dict[str, int]:

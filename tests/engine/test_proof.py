@@ -278,3 +278,12 @@ def test_the_command_says_equal_or_refused(tmp_path: Path, capsys: pytest.Captur
     assert math.isfinite(said["seconds"])
     assert main([*given[:3], f"{tmp_path}/model.py:nothing", *given[4:]]) == 2
     assert "has no function 'nothing'" in capsys.readouterr().err
+
+
+def test_a_model_of_pictures_is_refused_with_what_proves_it() -> None:
+    """Before, the refusal named no choice."""
+    config = Config.load({}).check_world(1)
+    with pytest.raises(
+        ValueError, match=r"Conv2d does not run on ids .*Legal: .*cl.initialize\(..., example=batch\)"
+    ):
+        proof.case_of(config, nn.Conv2d(3, 4, 2), steps=1)

@@ -149,6 +149,55 @@ def test_an_optimizer_that_draws_draws_alike_on_all_ranks() -> None:
             torch.testing.assert_close(weight, alone[name], rtol=0, atol=1e-10)
 
 
+def _continued_by_hand(env: RankEnv, folder: str) -> tuple[str, list[float]]:
+    """What `save` says of an optimizer of one's own; the losses of four steps, the last two on a second engine that
+    continues by what the message calls legal."""
+    made: list[torch.optim.Optimizer] = []
+
+    def own(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(_adamw(params))
+        return made[-1]
+
+    case, said = Case("llama", steps=4), ""
+    losses: list[float] = []
+    weights: dict[str, torch.Tensor] = {}
+    with env.launch(case.full_config) as context:
+        for steps in (range(2), range(2, 4)):
+            engine = cl.initialize(case.model, context=context, optimizer=own)
+            if made[1:]:
+                engine.load_full_state_dict(weights)
+                made[1].load_state_dict(made[0].state_dict())
+            for step in steps:
+                result = engine.train_step(context.local_batch(case.batch(step)))
+                losses.append(float(result.loss))
+            weights = engine.full_state_dict()
+            try:
+                engine.save(folder)
+            except ValueError as error:
+                said = str(error)
+            engine.close()
+    return said, losses
+
+
+def test_checkpoints_of_an_optimizer_of_ones_own_are_refused_with_a_way_that_is_exact(tmp_path: Any) -> None:
+    """Before, the message did not say that dropout and schedules begin anew on that way."""
+    ((said, losses),) = run_world(_continued_by_hand, 1, str(tmp_path))
+    assert "Without dropout, lr_scheduler and other draws" in said and "counts its steps from 0" in said
+    (whole,) = run_world(_unbroken, 1)
+    assert losses == pytest.approx(whole, rel=1e-12, abs=0)
+
+
+def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05)
+
+
+def _unbroken(env: RankEnv) -> list[float]:
+    case = Case("llama", steps=4)
+    with env.launch(case.full_config) as context:
+        engine = cl.initialize(case.model, context=context, optimizer=_adamw)
+        return [float(engine.train_step(context.local_batch(case.batch(i))).loss) for i in range(4)]
+
+
 def refused(env: RankEnv, what: str) -> None:
     config: dict[str, Any] = {}
     own: Any = None
