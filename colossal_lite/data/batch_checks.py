@@ -16,8 +16,7 @@ MAIN = ("inputs", "input_ids")
 """What a batch has its ids or samples under, if it is one of these."""
 IGNORED = -100
 LossOf = Literal["logits", "model", "shown", "own"]
-"""What reads the labels: cross-entropy of the logits, the model itself, the model as an example shows it, or a function
-of the user's own."""
+"""What reads the labels. "shown": the model itself, proven on an example. "own": a function of the user's."""
 FREE: tuple[LossOf, ...] = ("shown", "own")
 """Labels of any form, of samples too."""
 

@@ -9,8 +9,8 @@ a weight is used once.
 - embedding: all of it is W;
 - linear of a grid (2D, 2.5D, 3D): W gathers x again and sums its terms, as backward in one part does.  If y's gradient
   was gathered, it is saved from I to W;
-- norm of torch, ours or Hugging Face: W runs the norm forward again on the x that it saves anyway, and backward for its
-  weights alone. Other parameters, and computed weights, get their gradients in I, which is right and no faster.
+- norm of torch, ours or Hugging Face: W runs it forward again on the saved x, and backward for its weights alone.
+Other parameters, and computed weights, get their gradients in I, which is right and no faster.
 With the store closed every layer computes both at once.  Cost: x and dy of each layer are saved from I to W; a norm is
 computed once more.
 """
@@ -304,8 +304,8 @@ def _runs_as(made: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def _is_norm(made: nn.Module) -> bool:
-    """Whether it gives one tensor of the one that it takes, the same when it runs again: torch's, ours and Hugging
-    Face's. A norm of a user may draw or count."""
+    """Whether it is one of torch, of ours or of Hugging Face: the same when it runs again. A user's may draw or
+    count."""
     kind = next((kind for kind in (nn.LayerNorm, nn.RMSNorm) if isinstance(made, kind)), None)
     if kind is not None:
         return type(made).forward is kind.forward
