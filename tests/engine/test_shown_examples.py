@@ -347,3 +347,24 @@ def test_the_own_loss_of_a_text_classifier_without_an_example_names_it() -> None
     assert (
         "cl.initialize(..., example=batch), if no ids are its inputs, or its labels are of samples" in found
     )
+
+
+class Scored(nn.Module):
+    """Ids [B, T] to a number of each sample, whose squared error also takes labels [B, T]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.score = nn.Embedding(50, 8), nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        scores = self.score(self.table(ids).mean(1))
+        if labels is None:
+            return scores
+        return dict(loss=((scores - labels.view(len(ids), -1)) ** 2).mean(), logits=scores)
+
+
+def test_an_example_of_samples_is_taken_before_words_on_which_a_loss_runs_too() -> None:
+    ids, numbers = torch.randint(1, 50, (3, 8)), torch.tensor([0.5, 1.0, -2.0])
+    assert not model_loss(Scored()).is_shown
+    assert model_loss(Scored(), Batch((ids,), {}, numbers, torch.arange(3))).is_shown
+    assert not model_loss(Scored(), Batch((ids,), {}, ids, torch.arange(3))).is_shown
