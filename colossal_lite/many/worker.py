@@ -50,6 +50,8 @@ from colossal_lite.memory.host_store import HostStore
 
 Launch = Callable[..., Context]
 Message = dict[str, Any]
+SHOWN = 16
+"""Samples of each device. Proofs of a model's own loss take a few of them, of two labels."""
 TASKS = "tasks"
 
 
@@ -129,7 +131,7 @@ class OpenTask:
         self.context = order.launch(config, **place)
         try:
             build = copy.deepcopy(task.build) if isinstance(task.build, nn.Module) else task.build
-            example = next(iter(self.context.dataloader(data, global_batch=task.global_batch)), None)
+            example = self._first_samples(data)
             engine = initialize(
                 build,
                 context=self.context,
@@ -145,6 +147,16 @@ class OpenTask:
         except BaseException:
             self.context.__exit__(*sys.exc_info())
             raise
+
+    def _first_samples(self, data: Any) -> Any:
+        """The first ones in the order of the task, for proofs; None where none needs them, or if they are too few."""
+        parallel, load, shown = self.context.config.parallel, self.context.dataloader, self.task.global_batch
+        if self.task.criterion == "model":
+            most = load(data, global_batch=shown).num_samples
+            shown = max(shown, min(SHOWN * self.task.devices, most or shown))
+        elif parallel.tensor.size == 1 and not parallel.pipeline.is_staged:
+            return None
+        return next(iter(load(data, global_batch=shown)), None)
 
     @property
     def step(self) -> int:

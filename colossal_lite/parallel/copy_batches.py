@@ -1,14 +1,15 @@
 """Makes what small copies run on: random words, or a few samples of the batch that a user shows.
 
 Note: which samples.
-Proofs must find the same on every rank.  So each rank takes the first samples of rank 0.  A proof that needs more of
-them repeats them, with numbers that are a little larger.
+Proofs must find the same on every rank.  So each rank takes a few samples of rank 0, of two labels if there are two.  A
+proof that needs more of them repeats them, with numbers that are a little larger.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -34,8 +35,9 @@ def words(samples: int, tokens: int, vocabulary: int, padding: Sequence[int]) ->
 
 
 def few_of_rank_0(batch: Batch, world: Communicator, device: torch.device) -> Batch | None:
-    """The first samples of the batch of rank 0, on the CPU of each rank; None if that has none. Collective."""
-    few = _mapped(batch, lambda x: x[:FEW].contiguous())
+    """A few samples of the batch of rank 0, on the CPU of each rank; None if that has none. Collective."""
+    places = [] if world.coord else _few(batch.labels)
+    few = _mapped(batch, lambda x: x[places].contiguous())
     mine = [*few.args, *few.kwargs.values(), few.labels]
     forms = [[str(x.dtype).removeprefix("torch."), *x.shape] for x in mine]
     names, forms = world.gather_json([[*few.kwargs], forms])[0]
@@ -52,6 +54,13 @@ def few_of_rank_0(batch: Batch, world: Communicator, device: torch.device) -> Ba
     count = len(inputs) - len(names)
     samples = torch.arange(len(labels))
     return Batch(tuple(inputs[:count]), dict(zip(names, inputs[count:], strict=True)), labels, samples)
+
+
+def _few(labels: Tensor) -> list[int]:
+    """The first samples. One with another label is the second, because proofs ask for several."""
+    places = range(len(labels))
+    others = (place for place in places if not labels[place].equal(labels[0]))
+    return [*dict.fromkeys([*places[:1], *islice(others, 1), *places])][:FEW]
 
 
 def is_more_than_words(example: Batch) -> bool:

@@ -198,6 +198,21 @@ def shared(env: RankEnv) -> Batch | None:
         return few_of_rank_0(given, context.mesh.world, context.device)
 
 
+def shared_labels(env: RankEnv, labels: list[int]) -> list[int]:
+    with env.launch(dict(precision="fp64")) as context:
+        given = Batch((torch.zeros(len(labels), 2),), {}, torch.tensor(labels), torch.arange(len(labels)))
+        few = few_of_rank_0(given, context.mesh.world, context.device)
+        return [] if few is None else few.labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("labels", "few"),
+    [([0, 0, 0, 0, 0, 1], [0, 1, 0, 0]), ([1, 0, 2], [1, 0, 2]), ([4, 4], [4, 4]), ([], [])],
+)
+def test_of_samples_with_two_labels_two_are_shown(labels: list[int], few: list[int]) -> None:
+    assert run_world(shared_labels, 1, labels) == [few]
+
+
 def test_each_rank_gets_the_first_samples_of_rank_0() -> None:
     for found in run_world(shared, 2):
         assert found is not None and found.labels.tolist() == [1] * 4

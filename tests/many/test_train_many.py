@@ -281,12 +281,15 @@ def test_gangs_meet_again_when_a_worker_dies_and_have_the_bits_of_a_world_of_the
     assert runs and all(devices == [0, 1] for devices in runs)
 
 
-def of_one_process(env: RankEnv, folder: Path) -> list[float]:
+def of_one_process(env: RankEnv, folder: Path, global_batch: int) -> list[float]:
     with env.launch(CONFIG) as context:
         example = default_collate(own.of_pictures()[:4])
         engine = cl.initialize(own.pictures, context=context, criterion="model", example=example)
         run = cl.Run(folder, engine)
-        return [float(run.step(b).loss) for b in run.batches(own.of_pictures(), steps=5, global_batch=4)]
+        return [
+            float(run.step(b).loss)
+            for b in run.batches(own.of_pictures(), steps=5, global_batch=global_batch)
+        ]
 
 
 def test_a_task_of_pictures_trains_on_its_own_loss_by_its_first_batch(tmp_path: Path) -> None:
@@ -294,8 +297,10 @@ def test_a_task_of_pictures_trains_on_its_own_loss_by_its_first_batch(tmp_path: 
     plain = cl.Task("one", own.pictures, data=own.of_pictures, steps=5, global_batch=4, criterion="model")
     tensor = replace(plain, name="tensor", devices=2, config=dict(parallel=dict(tensor=2)))
     loaded = replace(plain, name="loaded", data=DataLoader(own.of_pictures(), batch_size=4, shuffle=True))
-    found = run_world(together, 2, [plain, tensor, loaded], tmp_path / "many", {}, timeout_s=240)[0]
-    (expected,) = run_world(of_one_process, 1, tmp_path / "alone")
+    single = replace(plain, name="single", global_batch=1)  # which has one label in its first batch
+    found = run_world(together, 2, [plain, tensor, loaded, single], tmp_path / "many", {}, timeout_s=240)[0]
+    (expected,) = run_world(of_one_process, 1, tmp_path / "alone", 4)
+    assert found["single"]["losses"] == run_world(of_one_process, 1, tmp_path / "single", 1)[0]
     for name in ("one", "loaded"):
         assert found[name]["losses"] == expected, found[name]["cause"]
     assert found["tensor"]["losses"] == pytest.approx(expected, rel=1e-10), found["tensor"]["cause"]
