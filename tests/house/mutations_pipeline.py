@@ -63,7 +63,7 @@ def _half_the_blocks(original: Any, self: Any, start: int, stop: int, *more: Any
 
 
 def _norms_in_no_step(original: Any, weights: Any, gradients: Any) -> None:
-    if weights[0].dim() > 2:  # a norm gives its output back, a linear its weight
+    if weights[0].dim() == 1:  # of a norm; a linear and a table have weights of two dims
         gradients = [gradient * 0 for gradient in gradients]
     original(weights, gradients)
 
