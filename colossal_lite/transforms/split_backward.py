@@ -10,7 +10,7 @@ a weight is used once.
 - linear of a grid (2D, 2.5D, 3D): W gathers x again and sums its terms, as backward in one part does.  If y's gradient
   was gathered, it is saved from I to W;
 - norm of torch, ours or Hugging Face: W runs it forward again on the saved x, and backward for its weights alone.
-Other parameters, and computed weights, get their gradients in I, which is right and no faster.
+  Other parameters, and computed weights, get their gradients in I, which is right and no faster.
 With the store closed every layer computes both at once.  Cost: x and dy of each layer are saved from I to W; a norm is
 computed once more.
 """
