@@ -40,7 +40,7 @@ class TensorMode:
     summary: str
     """One line for people, with its source."""
     file: str
-    """Module in `colossal_lite.parallel` with the functions of `parallel.tensor_modes.ModeFile`."""
+    """Module in `colossal_lite.layers` with the functions of `layers.tensor_modes.ModeFile`."""
     sub_axes: tuple[str, ...] = ()
     """Sub-axes of the tensor axis, slowest first: "depth" has `depth` ranks, each other `edge`. Empty: none."""
     shape: str = "any size"
@@ -70,7 +70,7 @@ TENSOR_MODES: dict[str, TensorMode] = {
     ),
     "3d": TensorMode("3d: l*l*l (2105.14450)", "tensor_3d", ("i", "j", "k"), "a cube, l*l*l", hidden_cuts=2),
 }  # fmt: skip
-"""Every tensor mode by name, the default first. A new mode is a line here and a file in `parallel`."""
+"""Every tensor mode by name, the default first. A new mode is a line here and a file in `layers`."""
 FLAT = next(iter(TENSOR_MODES))
 """The default mode, which moves no weights; other modes are compared with it."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from colossal_lite.data.batch_checks import BATCH_KEYS
 from colossal_lite.data.batch_forms import ForwardArguments, named
 from colossal_lite.engine.context import Context
-from colossal_lite.parallel.hugging_face import is_hugging_face
+from colossal_lite.layers.hugging_face import is_hugging_face
 
 EMBEDDED = "token_type_ids"
 """An argument of Hugging Face's models beside ids, which they look up in a table as ids are."""

@@ -22,14 +22,14 @@ from colossal_lite.engine.memory_report import Metering
 from colossal_lite.engine.model_structure import OwnState
 from colossal_lite.engine.rank_comparison import recomputes, splits
 from colossal_lite.engine.update_timing import Updates
+from colossal_lite.layers import hugging_face
+from colossal_lite.layers.dropout_rows import unbind_dropout
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk
 from colossal_lite.memory.packing import ChunkSpec, trains
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.random import DropoutStreams
-from colossal_lite.parallel import hugging_face
-from colossal_lite.parallel.dropout_rows import unbind_dropout
 from colossal_lite.parallel.fused_head import free_head
 from colossal_lite.parallel.loss import Criterion, Loss, ModelLoss, checked
 from colossal_lite.parallel.parallelize import Parallelized

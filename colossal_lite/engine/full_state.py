@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from colossal_lite.checkpoint.run_state import HeldTensor
 from colossal_lite.engine.engine_parts import EngineParts
+from colossal_lite.layers.layer_swap import cut_values
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.memory.transfers import to_device, to_host
-from colossal_lite.parallel.layer_swap import cut_values
 from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
 
 

@@ -35,6 +35,10 @@ from colossal_lite.engine.engine_parts import Built, GlobalNames
 from colossal_lite.engine.model_structure import check_lazy, check_storages, is_in_parts
 from colossal_lite.engine.rank_comparison import RanksDifferError, frozen_apart, recomputes, splits
 from colossal_lite.engine.step_totals import StepResult
+from colossal_lite.layers import hugging_face
+from colossal_lite.layers.layer_swap import cut_range
+from colossal_lite.layers.sequence_parallel import sees_whole_sequences
+from colossal_lite.layers.tensor_modes import Form
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk, state_base
 from colossal_lite.memory.host_store import HostStore
@@ -47,17 +51,13 @@ from colossal_lite.numerics.optimizers import assign_groups, check_whole_tensors
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
 from colossal_lite.numerics.torch_modes import outside_inference
-from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.copy_batches import few_of_rank_0, is_more_than_words
 from colossal_lite.parallel.forward_history import RepeatedForwards
-from colossal_lite.parallel.layer_swap import cut_range
 from colossal_lite.parallel.loss import Criterion, Loss, checked, reader_of
 from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
 from colossal_lite.parallel.padding import sees_padding
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
 from colossal_lite.parallel.plan_proof import FirstBatch, check_samples_apart
-from colossal_lite.parallel.sequence_parallel import sees_whole_sequences
-from colossal_lite.parallel.tensor_modes import Form
 from colossal_lite.pipeline.layer_profile import Profiler
 from colossal_lite.pipeline.model_units import Sections, has_stated_units, traced_units
 from colossal_lite.pipeline.partition import Unit

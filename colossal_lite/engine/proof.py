@@ -31,13 +31,13 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.initialize import initialize
+from colossal_lite.layers.whole_sizes import local
 from colossal_lite.numerics.generators import generators_kept
+from colossal_lite.numerics.proof_modes import Wide
 from colossal_lite.numerics.random import DropoutStreams, on_meta
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss, model_loss
 from colossal_lite.parallel.parallelize import FACT_NAMES, facts_of, parallelize
-from colossal_lite.parallel.small_copy import Wide
-from colossal_lite.parallel.whole_sizes import local
 
 CUT_WORDS = ("tensor.column", "tensor.j")
 """Axes along which 2D and 3D modes cut logits."""

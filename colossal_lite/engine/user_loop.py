@@ -25,10 +25,10 @@ from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.engine.step_totals import OpenStep
+from colossal_lite.layers.whole_sizes import without_parts
 from colossal_lite.numerics.torch_modes import refuse_without_gradients
 from colossal_lite.parallel.loss import logits_of, with_logits
 from colossal_lite.parallel.model_loss import CLEAR_NAMES
-from colossal_lite.parallel.whole_sizes import without_parts
 from colossal_lite.zero.build_chunks import sharding_of
 
 ALIKE = 1e-5

@@ -1,6 +1,5 @@
-"""Tensor and sequence parallel modes, the swap of layers, and the loss over sharded logits.
+"""Makes a rank's part of a model: finds its plan, proves it on a small copy, and gives its loss.
 
-May import: kernels, sharding, config, models, numerics, transforms, distributed, memory, data.  Read first:
+May import: kernels, sharding, config, models, numerics, transforms, distributed, memory, data, layers.  Read first:
 `parallelize`.
-A new tensor mode is a file here and a line in `TENSOR_MODES`.
 """

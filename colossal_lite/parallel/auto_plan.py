@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.data.batch import Batch
-from colossal_lite.parallel.layer_swap import ancestors, heads_of
+from colossal_lite.layers.layer_swap import ancestors, heads_of
+from colossal_lite.layers.roles import Patterns, Role
+from colossal_lite.layers.swap_checks import is_transposed, linear_faults
+from colossal_lite.numerics.proof_modes import Plainly
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss
 from colossal_lite.parallel.plan_proof import on_a_copy
-from colossal_lite.parallel.roles import Patterns, Role
-from colossal_lite.parallel.small_copy import Plainly, SmallCopy
-from colossal_lite.parallel.swap_checks import is_transposed, linear_faults
+from colossal_lite.parallel.small_copy import SmallCopy
 from colossal_lite.parallel.swap_proof import run_plainly
 
 SAMPLES, TOKENS = 2, 8

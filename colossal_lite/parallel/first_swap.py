@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_map
 from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.layers.roles import Role
+from colossal_lite.layers.tensor_modes import Form, mode_of
 from colossal_lite.parallel.model_loss import ModelLoss
 from colossal_lite.parallel.plan_proof import (
     MOST_QUICK_BYTES,
@@ -31,10 +33,8 @@ from colossal_lite.parallel.plan_proof import (
     trial_of,
     warn_of_no_proof,
 )
-from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.small_copy import NoCopyError, SmallCopy, small_copy
 from colossal_lite.parallel.swap_proof import NotRunError
-from colossal_lite.parallel.tensor_modes import Form, mode_of
 
 TABLES = ("embedding", "position", "lm_head")
 """Roles whose modules lose rows in a small copy."""

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from colossal_lite.kernels import Ops
+from colossal_lite.layers.tensor_1d_layers import Head, gather_from_sequence_region, with_padding
 from colossal_lite.models import GPT
 from colossal_lite.parallel.small_copy import TOKENS, deep_copy
-from colossal_lite.parallel.tensor_1d_layers import Head, gather_from_sequence_region, with_padding
 from colossal_lite.transforms.split_backward import WeightGradStore, deliver, linear, store_for
 
 

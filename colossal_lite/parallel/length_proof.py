@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from colossal_lite.layers.roles import Role
 from colossal_lite.numerics.generators import generators_kept
+from colossal_lite.numerics.proof_modes import Plainly
 from colossal_lite.numerics.torch_modes import DispatchMode
 from colossal_lite.parallel.copy_batches import words
 from colossal_lite.parallel.padding import Padding
 from colossal_lite.parallel.plan_proof import is_our_own, on_a_copy
-from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.small_copy import (
     NoCopyError,
-    Plainly,
     SmallCopy,
     deep_copy,
     few_tokens,

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_checks import LossOf, valid_labels
+from colossal_lite.layers.tensor_modes import TensorStrategy
 from colossal_lite.parallel.fused_head import UnmadeLogits
 from colossal_lite.parallel.model_loss import ModelLoss as ModelLoss
 from colossal_lite.parallel.own_criterion import Criterion as Criterion
 from colossal_lite.parallel.own_criterion import OwnCriterion as OwnCriterion
-from colossal_lite.parallel.tensor_modes import TensorStrategy
 
 NO_NAMES: Mapping[int, str] = {}
 LAST_ONLY = (

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_checks import IGNORED
+from colossal_lite.layers.roles import Role
+from colossal_lite.layers.tensor_modes import TensorStrategy
 from colossal_lite.numerics.generators import generators_kept
+from colossal_lite.numerics.proof_modes import TOLERANCE, Plainly
 from colossal_lite.parallel.copy_batches import is_more_than_words, labels_samples, samples_of
-from colossal_lite.parallel.roles import Role
-from colossal_lite.parallel.small_copy import NoCopyError, Plainly, few_ids, few_rows, small_copy, table_roles
-from colossal_lite.parallel.tensor_modes import TensorStrategy
+from colossal_lite.parallel.small_copy import NoCopyError, few_ids, few_rows, small_copy, table_roles
 from colossal_lite.transforms.batch_statistics import is_over_the_batch
 
 CLEAR_NAMES = ("targets", "labels", "lm_labels", "target", "label")
@@ -32,7 +33,6 @@ NAMES = (*CLEAR_NAMES, "y", "tgt")
 """Arguments by which forwards take labels; the `CLEAR_NAMES` mean nothing else."""
 IGNORED_BY_MODELS = (IGNORED, -1)
 LIMIT_BYTES = 1 << 30
-TOLERANCE = 1e-6
 LEGAL = "legal: a mean over the valid labels, or criterion=None, which trains on the model's logits"
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colossal_lite.parallel.layer_swap import heads_of
-from colossal_lite.parallel.roles import Role
-from colossal_lite.parallel.swap_checks import LINEAR_ROLES
+from colossal_lite.layers.layer_swap import heads_of
+from colossal_lite.layers.roles import Role
+from colossal_lite.layers.swap_checks import LINEAR_ROLES
 
 KEPT_WORDS = (
     "heads",

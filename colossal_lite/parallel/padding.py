@@ -24,14 +24,14 @@ from colossal_lite.config.parallel_schema import ModelFacts, SequenceConfig, Ten
 from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_checks import IGNORED
 from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.layers import hugging_face
+from colossal_lite.layers.roles import Role
+from colossal_lite.layers.tensor_modes import mode_of
 from colossal_lite.models import GPT
-from colossal_lite.parallel import hugging_face
 from colossal_lite.parallel.copy_batches import words
 from colossal_lite.parallel.plan_proof import TOKENS, is_our_own, on_a_copy
-from colossal_lite.parallel.roles import Role
 from colossal_lite.parallel.small_copy import NoCopyError, SmallCopy, table_roles
 from colossal_lite.parallel.swap_proof import difference_of_parts
-from colossal_lite.parallel.tensor_modes import mode_of
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,7 @@ from colossal_lite.data.batch_checks import BATCH_KEYS, StatedSizes
 from colossal_lite.data.batch_forms import named
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Ops
-from colossal_lite.models import GPT
-from colossal_lite.numerics.random import DropoutStreams
-from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan, roles_by_shape
-from colossal_lite.parallel.copy_batches import is_more_than_words, labels_samples
-from colossal_lite.parallel.dropout_rows import (
+from colossal_lite.layers.dropout_rows import (
     adapters_of,
     bind_dropout,
     cut_linears,
@@ -43,12 +39,27 @@ from colossal_lite.parallel.dropout_rows import (
     note_places,
     rows_behind,
 )
+from colossal_lite.layers.hugging_face import is_hugging_face
+from colossal_lite.layers.lora import with_adapters
+from colossal_lite.layers.replicated import serial, tied_names
+from colossal_lite.layers.roles import ROLES, Role, assign_roles, known_plan, with_new_names
+from colossal_lite.layers.sequence_parallel import across_sequence, give_ops, sees_whole_sequences
+from colossal_lite.layers.tensor_modes import (
+    Form,
+    LocalRows,
+    ModeResult,
+    TensorStrategy,
+    mode_file,
+    mode_of,
+)
+from colossal_lite.models import GPT
+from colossal_lite.numerics.random import DropoutStreams
+from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan, roles_by_shape
+from colossal_lite.parallel.copy_batches import is_more_than_words, labels_samples
 from colossal_lite.parallel.dropout_samples import sample_dims
 from colossal_lite.parallel.first_swap import FirstSwap, form_without_proof
 from colossal_lite.parallel.fused_head import FusedHead, UnmadeLogits, fuse_head, head_of
-from colossal_lite.parallel.hugging_face import is_hugging_face
 from colossal_lite.parallel.length_proof import LengthProofs, Proof, proofs_at
-from colossal_lite.parallel.lora import with_adapters
 from colossal_lite.parallel.model_loss import ModelLoss, gather_logits, model_loss
 from colossal_lite.parallel.padding import Padding, padding_of
 from colossal_lite.parallel.plan_proof import (
@@ -59,23 +70,12 @@ from colossal_lite.parallel.plan_proof import (
     parts_of,
     swapped_at,
 )
-from colossal_lite.parallel.replicated import serial, tied_names
-from colossal_lite.parallel.roles import ROLES, Role, assign_roles, known_plan, with_new_names
-from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops, sees_whole_sequences
 from colossal_lite.parallel.small_copy import (
     LENGTH_NAMES,
     NoCopyError,
     frozen_heap,
     stated_length,
     table_roles,
-)
-from colossal_lite.parallel.tensor_modes import (
-    Form,
-    LocalRows,
-    ModeResult,
-    TensorStrategy,
-    mode_file,
-    mode_of,
 )
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, check_cuts, modules_of

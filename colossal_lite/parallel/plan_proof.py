@@ -21,15 +21,17 @@ from colossal_lite.config.parallel_schema import TENSOR_MODES, TensorConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
+from colossal_lite.layers.replicated import serial
+from colossal_lite.layers.roles import DETAILS, PLANS, Role
+from colossal_lite.layers.sequence_parallel import across_sequence, give_ops, sees_whole_sequences
+from colossal_lite.layers.swap_checks import has_forward_of, has_hooks
+from colossal_lite.layers.tensor_modes import Form, ModeResult, head_weight, mode_file, mode_of
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.linearity import SEED
 from colossal_lite.parallel.copy_batches import is_more_than_words, words
 from colossal_lite.parallel.forward_history import RepeatedForwards
 from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.narrowing import Narrowing, narrowing
-from colossal_lite.parallel.replicated import serial
-from colossal_lite.parallel.roles import DETAILS, PLANS, Role
-from colossal_lite.parallel.sequence_parallel import across_sequence, give_ops, sees_whole_sequences
 from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
     NoCopyError,
@@ -40,7 +42,6 @@ from colossal_lite.parallel.small_copy import (
     small_copy,
     table_roles,
 )
-from colossal_lite.parallel.swap_checks import has_forward_of, has_hooks
 from colossal_lite.parallel.swap_proof import (
     Difference,
     NotRunError,
@@ -52,7 +53,6 @@ from colossal_lite.parallel.swap_proof import (
     truth_of,
     with_labels,
 )
-from colossal_lite.parallel.tensor_modes import Form, ModeResult, head_weight, mode_file, mode_of
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
 T = TypeVar("T")

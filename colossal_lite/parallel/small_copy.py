@@ -23,17 +23,12 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from colossal_lite.data.batch import Batch
-from colossal_lite.numerics.torch_modes import tensors_in
+from colossal_lite.layers.roles import Role
 from colossal_lite.parallel.copy_batches import samples_of, words
 from colossal_lite.parallel.narrowing import Narrowing
-from colossal_lite.parallel.roles import Role
 from colossal_lite.transforms.activation_checkpoint import blocks_of
 from colossal_lite.transforms.module_modes import hold_evaluation
 
@@ -46,60 +41,6 @@ LIMIT_BYTES = 256 << 20
 KEPT_ALIKE = 2
 SHARED_NUMEL = 1 << 18
 """Buffers above this size are not copied: tables that forwards read."""
-
-
-class Wide(TorchFunctionMode):
-    """Leaves out conversions to a precision below float64."""
-
-    NARROW = (torch.float32, torch.bfloat16, torch.float16)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.float, Tensor.half, Tensor.bfloat16):
-            return args[0].double()
-        if func in (Tensor.backward, torch.autograd.grad) and not any(x.is_meta for x in tensors_in(args)):
-            return self._differentiated(func, *args, **kwargs)
-        wide = [torch.float64 if self._is_narrow(a) else a for a in args]
-        return func(
-            *wide, **{k: torch.float64 if self._is_narrow(v) else v for k, v in (kwargs or {}).items()}
-        )
-
-    def _differentiated(
-        self, func: Any, outputs: Any, *inputs: Any, gradient: Any = None, **more: Any
-    ) -> Any:
-        """A backward within this mode, as it may run a forward again (activation checkpointing). Torch leaves a mode
-        for calls with tensors, and not for calls with edges of the graph. These fail for tensors on meta."""
-        with self:
-            if func is torch.autograd.grad:
-                return func(*tree_map_only(Tensor, _edge, (outputs, *inputs)), **more)
-            gradient = torch.ones_like(outputs) if gradient is None else gradient
-            return torch.autograd.backward(_edge(outputs), gradient, **more)
-
-    def _is_narrow(self, value: Any) -> bool:
-        return isinstance(value, torch.dtype) and value in self.NARROW
-
-
-def _edge(x: Tensor) -> Any:
-    return get_gradient_edge(x) if x.requires_grad else x
-
-
-class Plainly(Wide):
-    """Leaves out dropout as well, so that a model in training mode draws nothing by it."""
-
-    DROPOUTS = (
-        F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-    )  # fmt: skip
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.multi_head_attention_forward:  # whose dropout no mode sees
-            at, kwargs = 10, dict(kwargs or {})
-            args = (*args[:at], *((0.0,) if len(args) > at else ()), *args[at + 1 :])
-            kwargs |= {"dropout_p": 0.0} if len(args) <= at else {}
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]), dict(kwargs or {})
-            kwargs.pop("dropout_p", None)
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from torch import nn
 
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Dropout
+from colossal_lite.layers.layer_swap import fill_placeholders
 from colossal_lite.parallel import parallelize as layers
-from colossal_lite.parallel.layer_swap import fill_placeholders
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import modules_of

@@ -26,17 +26,16 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld, EndedError, run_emulated
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
+from colossal_lite.layers.layer_swap import cut_values, fill_placeholders
+from colossal_lite.layers.tensor_modes import ModeResult, TensorStrategy
 from colossal_lite.numerics.generators import drawn_between, generators_kept, states
-from colossal_lite.parallel.layer_swap import cut_values, fill_placeholders
+from colossal_lite.numerics.proof_modes import TOLERANCE, Plainly
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss
-from colossal_lite.parallel.small_copy import Plainly, deep_copy
-from colossal_lite.parallel.tensor_modes import ModeResult, TensorStrategy
+from colossal_lite.parallel.small_copy import deep_copy
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
 
-TOLERANCE = 1e-6
-"""Of a gradient, relative to its norm and to a hundredth of the largest: far above rounding in float64."""
 LONGEST_S = 20.0
 NO_CONTEXT = nullcontext()
 Replace = Callable[[nn.Module, Mesh], ModeResult]

@@ -1,5 +1,5 @@
 """Units of a model, stages, partition, and the runtime that executes a rank's list of actions.
 
 May import: kernels, sharding, schedule, config, models, numerics, transforms, observe, distributed, memory, data,
-parallel, zero.  Read first: `runtime`.
+layers, parallel, zero.  Read first: `runtime`.
 """

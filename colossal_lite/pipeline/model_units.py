@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import Mask
+from colossal_lite.layers.tensor_1d_layers import PositionEmbedding, VocabularyEmbedding
+from colossal_lite.layers.tensor_2d import Embedding2D
+from colossal_lite.layers.tensor_3d import Embedding3D
 from colossal_lite.models import GPT
 from colossal_lite.models.gpt import Block
-from colossal_lite.parallel.tensor_1d_layers import PositionEmbedding, VocabularyEmbedding
-from colossal_lite.parallel.tensor_2d import Embedding2D
-from colossal_lite.parallel.tensor_3d import Embedding3D
 from colossal_lite.pipeline.partition import (
     FLOPS_PER_BYTE,
     Unit,

@@ -16,10 +16,10 @@ from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.config.pipeline_schema import PipelineConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import Dropout
+from colossal_lite.layers.layer_swap import ancestors
+from colossal_lite.layers.swap_checks import has_hooks
 from colossal_lite.models import GPT
 from colossal_lite.numerics.torch_modes import naming_transforms
-from colossal_lite.parallel.layer_swap import ancestors
-from colossal_lite.parallel.swap_checks import has_hooks
 from colossal_lite.pipeline.model_units import Carried, Sections, WholeSections, costs_of, sections_of
 from colossal_lite.pipeline.partition import Partition, Unit, partition
 from colossal_lite.pipeline.runtime import flat

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointError
 
 from colossal_lite.data.batch import Batch
+from colossal_lite.numerics.proof_modes import Wide
 from colossal_lite.numerics.torch_modes import tensors_in
 from colossal_lite.parallel.loss import logits_of
-from colossal_lite.parallel.small_copy import Wide
 from colossal_lite.pipeline.unit_trace import (
     Argument,
     Passage,

@@ -26,14 +26,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from colossal_lite.data.batch import Batch
+from colossal_lite.layers.layer_swap import ancestors
+from colossal_lite.layers.swap_checks import has_hooks
 from colossal_lite.numerics.generators import generators_kept
+from colossal_lite.numerics.proof_modes import Plainly
 from colossal_lite.numerics.torch_modes import READ_NO_VALUES, DispatchMode, storage_of, tensors_in
 from colossal_lite.parallel.copy_batches import is_more_than_words, samples_of
-from colossal_lite.parallel.layer_swap import ancestors
 from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
     NoCopyError,
-    Plainly,
     few_ids,
     few_rows,
     few_tokens,
@@ -42,7 +43,6 @@ from colossal_lite.parallel.small_copy import (
     small_copy,
     table_roles,
 )
-from colossal_lite.parallel.swap_checks import has_hooks
 from colossal_lite.transforms.activation_checkpoint import blocks_of
 from colossal_lite.transforms.module_modes import modes_kept
 

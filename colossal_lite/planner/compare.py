@@ -22,10 +22,10 @@ from colossal_lite.config.parallel_schema import FLAT, TENSOR_MODES, ModelFacts,
 from colossal_lite.config.rules import divisors
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.layers.tensor_modes import LayerSizes, mode_file
 from colossal_lite.models import GPTConfig
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.observe.tables import size
-from colossal_lite.parallel.tensor_modes import LayerSizes, mode_file
 from colossal_lite.planner.limits import check_sizes
 from colossal_lite.planner.planner import facts_of_config, plan
 from colossal_lite.sharding.mesh_layout import MeshLayout

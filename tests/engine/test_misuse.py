@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import colossal_lite as cl
-from colossal_lite.parallel.tensor_1d_layers import TablePart
+from colossal_lite.layers.tensor_1d_layers import TablePart
 from tests.shared.pool import RankEnv, run_world
 from tests.shared.refusals import told_of
 

@@ -22,7 +22,7 @@ from colossal_lite.config.config import Config
 from colossal_lite.engine import proof
 from colossal_lite.engine.initialize import initialize
 from colossal_lite.launcher.command import main
-from colossal_lite.parallel.tensor_modes import Form
+from colossal_lite.layers.tensor_modes import Form
 from colossal_lite.sharding.shard_spec import ShardSpec
 from tests.shared.own_models import HEADS, PLAN, WIDTH, WORDS, Attention, Model
 from tests.shared.pool import RankEnv, run_world

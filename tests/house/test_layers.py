@@ -33,7 +33,18 @@ ORDER = (
         "observe",
         "distributed",
     ),
-    *("memory", "data", "checkpoint", "parallel", "offload", "zero", "pipeline", "planner", "engine"),
+    *(
+        "memory",
+        "data",
+        "checkpoint",
+        "layers",
+        "parallel",
+        "offload",
+        "zero",
+        "pipeline",
+        "planner",
+        "engine",
+    ),
     *("many", "search", "launcher"),
 )
 """Rooms, lowest first. search (over configurations) is not built yet."""
@@ -443,7 +454,7 @@ FILES = frozenset(
             "distributed.communicator",
         ),
         *("distributed.mesh", "engine.engine", "kernels.__init__", "kernels.norm", "launcher.__init__"),
-        *("launcher.start", "models.gpt", "numerics.random", "parallel.__init__", "parallel.roles"),
+        *("launcher.start", "models.gpt", "numerics.random", "parallel.__init__", "layers.roles"),
         *("sharding.mesh_layout", "zero.gradient_hooks"),
     }
 )
@@ -459,7 +470,7 @@ PLANTED: list[tuple[Callable[[Source], Complaints], str, str, bool]] = [
         "import importlib\nimportlib.import_module('colossal_lite.engine.engine')",
         True,
     ),
-    (imports_go_down, "parallel.roles", "from ..engine.engine import Engine", True),
+    (imports_go_down, "layers.roles", "from ..engine.engine import Engine", True),
     (
         imports_go_down,
         "distributed.communicator",
@@ -469,7 +480,7 @@ PLANTED: list[tuple[Callable[[Source], Complaints], str, str, bool]] = [
     (
         imports_go_down,
         "engine.engine",
-        "from colossal_lite.distributed import communicator\nfrom ..parallel import roles",
+        "from colossal_lite.distributed import communicator\nfrom ..layers import roles",
         False,
     ),
     (imports_go_down, "engine.engine", "from colossal_lite import launch", True),
@@ -481,7 +492,7 @@ PLANTED: list[tuple[Callable[[Source], Complaints], str, str, bool]] = [
         "from colossal_lite.distributed.communicator import Communicator",
         False,
     ),
-    (imports_go_down, "zero.gradient_hooks", "import colossal_lite.parallel.roles", False),
+    (imports_go_down, "zero.gradient_hooks", "import colossal_lite.layers.roles", False),
     (imports_go_down, "models.gpt", "from colossal_lite.kernels import TORCH", False),
     (imports_go_down, "models.gpt", "from colossal_lite.config.config import Config", True),
     (imports_go_down, "kernels.norm", "from colossal_lite.config.config import Config", True),

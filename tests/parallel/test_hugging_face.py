@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import colossal_lite as cl
-from colossal_lite.parallel import hugging_face
+from colossal_lite.layers import hugging_face
 from colossal_lite.parallel.parallelize import stated_sizes
 from tests.shared.hugging_face import MODELS
 from tests.shared.parity import Case, assert_parity, initial_values, relative_error, serial_run

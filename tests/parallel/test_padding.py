@@ -17,7 +17,7 @@ from colossal_lite.data.batch_checks import IGNORED
 from colossal_lite.kernels import Rows, dropped
 from colossal_lite.kernels.dropout import dropout
 from colossal_lite.parallel.padding import Padding
-from tests.parallel.test_tensor_1d import PLAN, Plain, SelfAttention
+from tests.layers.test_tensor_1d import PLAN, Plain, SelfAttention
 from tests.shared import parity
 from tests.shared.parity import Case, assert_documents, assert_other_ways, assert_parity, relative_error
 from tests.shared.pool import RankEnv, WorldError, run_world

@@ -18,15 +18,15 @@ import colossal_lite as cl
 from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld
 from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.layers.roles import Role, assign_roles, known_plan
+from colossal_lite.layers.swap_checks import linear_faults
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel import first_swap, plan_proof
 from colossal_lite.parallel.auto_plan import auto_plan
 from colossal_lite.parallel.first_swap import FirstSwap
 from colossal_lite.parallel.narrowing import narrowing
 from colossal_lite.parallel.parallelize import parallelize
-from colossal_lite.parallel.roles import Role, assign_roles, known_plan
 from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, deep_copy, small_copy
-from colossal_lite.parallel.swap_checks import linear_faults
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.shared import hugging_face
 from tests.shared.own_models import HEADS, MODELS, TOKENS, WIDTH, WORDS, Model, plan_of

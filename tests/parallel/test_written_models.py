@@ -16,10 +16,10 @@ from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.launcher.command import main
+from colossal_lite.layers.whole_sizes import Cut, CutError, Part, viewed
 from colossal_lite.parallel import plan_proof, swap_proof
 from colossal_lite.parallel.auto_plan import shares_of
 from colossal_lite.parallel.parallelize import Parallelized, parallelize
-from colossal_lite.parallel.whole_sizes import Cut, CutError, Part, viewed
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.shared import written_models
 from tests.shared.pool import RankEnv, run_world

@@ -11,6 +11,7 @@ from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.config.schema import ZeroConfig
 from colossal_lite.config.zero_stage import Sharding
 from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.layers.sequence_parallel import Pieces
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.observe.schedule_report import LOOKS, OTHER
 from colossal_lite.observe.schedule_report import svg as schedule_svg
@@ -19,7 +20,6 @@ from colossal_lite.observe.tables import SECONDS
 from colossal_lite.offload.pieces import Name, StateKind, StatePiece
 from colossal_lite.offload.placement import place, spill_to_disk
 from colossal_lite.parallel.parallelize import parallelize
-from colossal_lite.parallel.sequence_parallel import Pieces
 from colossal_lite.schedule.optimizer_updates import run_of
 from colossal_lite.schedule.pipeline_schedules import generate
 from colossal_lite.schedule.plan import COMPUTE, CPU, D2H, H2D, Action, ActionKind, Plan, net

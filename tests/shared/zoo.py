@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
-from colossal_lite.parallel.small_copy import Wide
+from colossal_lite.numerics.proof_modes import Wide
 from tests.shared import matrix
 from tests.shared.pool import RankEnv, run_world
 

@@ -17,7 +17,7 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Ops, Rows
-from colossal_lite.parallel.roles import Role
+from colossal_lite.layers.roles import Role
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import Share
 
@@ -92,7 +92,7 @@ class ModeFile(Protocol):
 
 def mode_file(mode: str) -> ModeFile:
     """The module of a mode."""
-    return cast("ModeFile", importlib.import_module(f"colossal_lite.parallel.{TENSOR_MODES[mode].file}"))
+    return cast("ModeFile", importlib.import_module(f"colossal_lite.layers.{TENSOR_MODES[mode].file}"))
 
 
 def mode_of(mesh: Mesh) -> str:

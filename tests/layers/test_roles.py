@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from colossal_lite.parallel.roles import (
+from colossal_lite.layers.roles import (
     RENAMED_ROLES,
     ROLES,
     Patterns,

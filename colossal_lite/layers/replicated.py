@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.kernels import Ops
-from colossal_lite.parallel.layer_swap import TOKENS_CUT
-from colossal_lite.parallel.tensor_modes import ModeResult
+from colossal_lite.layers.layer_swap import TOKENS_CUT
+from colossal_lite.layers.tensor_modes import ModeResult
 from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
 from colossal_lite.transforms.auxiliary_loss import Share
 

@@ -15,12 +15,12 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH, Mask
+from colossal_lite.layers.ring_attention import seen
+from colossal_lite.layers.sequence_parallel import Pieces, SequenceParallel
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel.parallelize import facts_of, parallelize
-from colossal_lite.parallel.ring_attention import seen
-from colossal_lite.parallel.sequence_parallel import Pieces, SequenceParallel
 from colossal_lite.sharding.mesh_layout import MeshLayout
-from tests.parallel.test_token_parts import Averages
+from tests.layers.test_token_parts import Averages
 from tests.shared.covering import Choice, covering_array, name_of
 from tests.shared.parity import (
     SIZES,

@@ -20,8 +20,8 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.kernels import Ops
-from colossal_lite.parallel.swap_checks import has_forward_of
-from colossal_lite.parallel.whole_sizes import Cut, Part, features_of_part, local
+from colossal_lite.layers.swap_checks import has_forward_of
+from colossal_lite.layers.whole_sizes import Cut, Part, features_of_part, local
 from colossal_lite.transforms.saved_results import save_for_recompute
 from colossal_lite.transforms.split_backward import (
     WeightGradStore,

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import colossal_lite as cl
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.parallel import whole_sizes
+from colossal_lite.layers import whole_sizes
+from colossal_lite.layers.token_parts import TokenCut
+from colossal_lite.layers.whole_sizes import CutError, Part
 from colossal_lite.parallel.parallelize import parallelize
-from colossal_lite.parallel.token_parts import TokenCut
-from colossal_lite.parallel.whole_sizes import CutError, Part
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.shared import hugging_face
 from tests.shared.pool import RankEnv, WorldError, run_world

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import colossal_lite as cl
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.layers.tensor_1d import micro_batch_payload
+from colossal_lite.layers.tensor_1d_layers import Tensor1D
+from colossal_lite.layers.tensor_modes import LayerSizes
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.parallel.parallelize import facts_of, parallelize
-from colossal_lite.parallel.tensor_1d import micro_batch_payload
-from colossal_lite.parallel.tensor_1d_layers import Tensor1D
-from colossal_lite.parallel.tensor_modes import LayerSizes
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.shared.parity import (
     FAMILIES,

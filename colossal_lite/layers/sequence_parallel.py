@@ -33,11 +33,11 @@ from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Mask, Ops
+from colossal_lite.layers import hugging_face
+from colossal_lite.layers.ring_attention import Carrier, Documents, Gather, Ring, attend_blocks, full_ring
+from colossal_lite.layers.tensor_modes import TensorStrategy
+from colossal_lite.layers.token_parts import Sequences, show_whole_sequences
 from colossal_lite.models import GPT
-from colossal_lite.parallel import hugging_face
-from colossal_lite.parallel.ring_attention import Carrier, Documents, Gather, Ring, attend_blocks, full_ring
-from colossal_lite.parallel.tensor_modes import TensorStrategy
-from colossal_lite.parallel.token_parts import Sequences, show_whole_sequences
 from colossal_lite.transforms.key_cache import is_key_cache_off
 
 CARRIERS: dict[str, Callable[[Communicator], Carrier]] = {"ring": Ring, "usp": Ring, "allgather_kv": Gather}

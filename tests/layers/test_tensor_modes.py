@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from colossal_lite.config.parallel_schema import TENSOR_MODES
-from colossal_lite.parallel.tensor_modes import mode_file
+from colossal_lite.layers.tensor_modes import mode_file
 
 ROOT = Path(__file__).parents[2]
 LINE = """    "toy": TensorMode("toy: as 1d, activations whole", "tensor_toy", cuts_features=False),\n"""
 FILE = '''"""Cuts layers as 1d does, and keeps activations whole."""
 
-from colossal_lite.parallel import tensor_1d
-from colossal_lite.parallel.tensor_modes import Form
+from colossal_lite.layers import tensor_1d
+from colossal_lite.layers.tensor_modes import Form
 
 
 def swap_layers(module, mesh, roles, form):
@@ -74,7 +74,7 @@ def test_a_new_mode_is_one_file_and_one_line(tmp_path: Path) -> None:
     start = '    "2d": TensorMode('
     assert text.count(start) == 1
     table.write_text(text.replace(start, LINE + start))
-    (tmp_path / "colossal_lite/parallel/tensor_toy.py").write_text(FILE)
+    (tmp_path / "colossal_lite/layers/tensor_toy.py").write_text(FILE)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     found = []

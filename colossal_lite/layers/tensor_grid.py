@@ -27,9 +27,9 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.kernels import Ops, Rows
-from colossal_lite.parallel.grid_layers import GridLinear, GridNorm, ProductSpec
-from colossal_lite.parallel.grid_norms import NormKind, key_of, norm_kind, on_whole_features
-from colossal_lite.parallel.layer_swap import (
+from colossal_lite.layers.grid_layers import GridLinear, GridNorm, ProductSpec
+from colossal_lite.layers.grid_norms import NormKind, key_of, norm_kind, on_whole_features
+from colossal_lite.layers.layer_swap import (
     Heads,
     Swap,
     around,
@@ -38,11 +38,11 @@ from colossal_lite.parallel.layer_swap import (
     padded,
     plain,
 )
-from colossal_lite.parallel.roles import Role
-from colossal_lite.parallel.swap_checks import is_transposed
-from colossal_lite.parallel.tensor_1d import shared_head
-from colossal_lite.parallel.tensor_1d_layers import vocabulary_cross_entropy, whole_vocabulary
-from colossal_lite.parallel.tensor_modes import LayerSizes, ModeResult, TensorStrategy
+from colossal_lite.layers.roles import Role
+from colossal_lite.layers.swap_checks import is_transposed
+from colossal_lite.layers.tensor_1d import shared_head
+from colossal_lite.layers.tensor_1d_layers import vocabulary_cross_entropy, whole_vocabulary
+from colossal_lite.layers.tensor_modes import LayerSizes, ModeResult, TensorStrategy
 from colossal_lite.sharding.shard_spec import Dim, Partial, Placements, Shard
 from colossal_lite.transforms.auxiliary_loss import Share
 

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.kernels import Mask, Rows, dropped
-from colossal_lite.parallel.whole_sizes import (
+from colossal_lite.layers.whole_sizes import (
     Cut,
     CutError,
     Part,

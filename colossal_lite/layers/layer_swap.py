@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.parallel.roles import Role
-from colossal_lite.parallel.swap_checks import (
+from colossal_lite.layers.roles import Role
+from colossal_lite.layers.swap_checks import (
     LINEAR_ROLES,
     embedding_faults,
     hook_faults,

@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 from torch import nn
 
 from colossal_lite.kernels import Dropout, Rows
+from colossal_lite.layers.layer_swap import ancestors, heads_around
+from colossal_lite.layers.roles import Role
+from colossal_lite.layers.swap_checks import is_transposed
+from colossal_lite.layers.tensor_modes import LocalRows
 from colossal_lite.models import GPT
 from colossal_lite.numerics.functional_dropout import FunctionalDropout, may_draw
 from colossal_lite.numerics.random import DropoutStreams
-from colossal_lite.parallel.layer_swap import ancestors, heads_around
-from colossal_lite.parallel.roles import Role
-from colossal_lite.parallel.swap_checks import is_transposed
-from colossal_lite.parallel.tensor_modes import LocalRows
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from typing import Any
 from torch import nn
 
 from colossal_lite.kernels import Rows
-from colossal_lite.parallel.roles import Role, match_name
-from colossal_lite.parallel.swap_checks import is_transposed
+from colossal_lite.layers.roles import Role, match_name
+from colossal_lite.layers.swap_checks import is_transposed
 
 CUT = ("colwise", "rowwise")
 

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.parallel.grid_layers import GridNorm
-from colossal_lite.parallel.small_copy import Wide
-from colossal_lite.parallel.swap_checks import has_forward_of, has_hooks
-from colossal_lite.parallel.swap_proof import TOLERANCE
+from colossal_lite.layers.grid_layers import GridNorm
+from colossal_lite.layers.swap_checks import has_forward_of, has_hooks
+from colossal_lite.numerics.proof_modes import TOLERANCE, Wide
 
 EPS = ("eps", "variance_epsilon")
 ROWS = 8

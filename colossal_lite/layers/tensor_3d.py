@@ -36,10 +36,10 @@ from colossal_lite.distributed import autograd_collectives
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.parallel.grid_layers import OperandAxis, ProductSpec
-from colossal_lite.parallel.roles import Role
-from colossal_lite.parallel.tensor_1d_layers import TablePart
-from colossal_lite.parallel.tensor_grid import (
+from colossal_lite.layers.grid_layers import OperandAxis, ProductSpec
+from colossal_lite.layers.roles import Role
+from colossal_lite.layers.tensor_1d_layers import TablePart
+from colossal_lite.layers.tensor_grid import (
     Grid,
     GridPlacement,
     GridSizes,
@@ -50,7 +50,7 @@ from colossal_lite.parallel.tensor_grid import (
     table_dims,
     terms_of,
 )
-from colossal_lite.parallel.tensor_modes import Form, LayerSizes, ModeResult, head_weight
+from colossal_lite.layers.tensor_modes import Form, LayerSizes, ModeResult, head_weight
 from colossal_lite.sharding.shard_spec import Placements, Shard
 from colossal_lite.transforms.split_backward import WeightGradStore, embedding
 

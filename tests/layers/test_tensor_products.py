@@ -1,6 +1,6 @@
 """1D tensor parallelism beside everything that a step may do: every pair of choices meets, and once, everything.
 
-The campaign's products are split by -k: `pytest -m campaign tests/parallel/test_tensor_products.py -k "data2-tensor4"`.
+The campaign's products are split by -k: `pytest -m campaign tests/layers/test_tensor_products.py -k "data2-tensor4"`.
 """
 
 from __future__ import annotations

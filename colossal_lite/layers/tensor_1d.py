@@ -37,7 +37,7 @@ from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Dropout, Rows
 from colossal_lite.kernels.linear_cross_entropy import chunk_rows
-from colossal_lite.parallel.layer_swap import (
+from colossal_lite.layers.layer_swap import (
     Heads,
     Swap,
     ancestors,
@@ -48,10 +48,10 @@ from colossal_lite.parallel.layer_swap import (
     padded,
     plain,
 )
-from colossal_lite.parallel.lora import Adapter, read_adapter, rows_on_features
-from colossal_lite.parallel.roles import Role
-from colossal_lite.parallel.swap_checks import is_transposed
-from colossal_lite.parallel.tensor_1d_layers import (
+from colossal_lite.layers.lora import Adapter, read_adapter, rows_on_features
+from colossal_lite.layers.roles import Role
+from colossal_lite.layers.swap_checks import is_transposed
+from colossal_lite.layers.tensor_1d_layers import (
     AXIS,
     ColwiseLinear,
     Door,
@@ -64,8 +64,8 @@ from colossal_lite.parallel.tensor_1d_layers import (
     gather_from_sequence_region,
     reduce_scatter_to_sequence_region,
 )
-from colossal_lite.parallel.tensor_modes import Form, LayerSizes, ModeResult, head_weight
-from colossal_lite.parallel.whole_sizes import Part, without_parts
+from colossal_lite.layers.tensor_modes import Form, LayerSizes, ModeResult, head_weight
+from colossal_lite.layers.whole_sizes import Part, without_parts
 from colossal_lite.sharding.shard_spec import Dim, Partial, Placements, Shard, dims_of
 from colossal_lite.transforms.auxiliary_loss import Share
 

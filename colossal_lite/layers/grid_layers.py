@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from colossal_lite.distributed.communicator import Communicator
-from colossal_lite.parallel.tensor_1d_layers import SharedHead, with_padding
+from colossal_lite.layers.tensor_1d_layers import SharedHead, with_padding
 from colossal_lite.transforms.saved_results import save_for_recompute
 from colossal_lite.transforms.split_backward import WeightGradStore, add_bias, deliver
 

@@ -13,12 +13,12 @@ import colossal_lite as cl
 from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.layers import tensor_2d, tensor_3d
+from colossal_lite.layers.tensor_2d import Tensor2D
+from colossal_lite.layers.tensor_3d import Tensor3D
+from colossal_lite.layers.tensor_modes import LayerSizes
 from colossal_lite.models import GPT, GPTConfig
-from colossal_lite.parallel import tensor_2d, tensor_3d
 from colossal_lite.parallel.parallelize import facts_of, parallelize
-from colossal_lite.parallel.tensor_2d import Tensor2D
-from colossal_lite.parallel.tensor_3d import Tensor3D
-from colossal_lite.parallel.tensor_modes import LayerSizes
 from colossal_lite.planner.planner import plan
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.shared.covering import Choice, covering_array, name_of
