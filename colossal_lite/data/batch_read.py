@@ -2,7 +2,7 @@
 
 Note: the way of a `BatchRead`.
 The loader makes one from the checksums of all samples of the batch, those of other ranks too.  The tensors that it
-hands out carry it.  The step that trains on one of them, or on a view of it, compares it (engine/rank_comparison.py).
+hands out carry it.  The step that trains on one of them, or on a view of it, compares it (checks/rank_comparison.py).
 A batch whose tensors are all made anew, as by a cast, carries none, and is not compared.
 """
 

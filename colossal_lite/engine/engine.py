@@ -30,20 +30,20 @@ from torch import Tensor
 
 from colossal_lite.checkpoint.checkpointer import Saving
 from colossal_lite.checkpoint.run_state import Loaded
+from colossal_lite.checks.batch_arguments import AllowedArguments
+from colossal_lite.checks.foreign_steps import ForeignSteps
+from colossal_lite.checks.model_structure import OwnForward
+from colossal_lite.checks.rank_comparison import RankComparison, changes_apart
 from colossal_lite.config.config import Config
 from colossal_lite.config.errors import shown
 from colossal_lite.data.batch import Batch, first_input
-from colossal_lite.engine.batch_arguments import AllowedArguments
 from colossal_lite.engine.context import Context, noting_faults
 from colossal_lite.engine.determinism import enforced
 from colossal_lite.engine.engine_parts import Built, assemble
 from colossal_lite.engine.engine_reports import EngineReports
 from colossal_lite.engine.engine_state import EngineState, last_save_failed
-from colossal_lite.engine.foreign_steps import ForeignSteps
 from colossal_lite.engine.memory_report import LinkRow, MemoryReport
 from colossal_lite.engine.micro_batches import MicroBatches
-from colossal_lite.engine.model_structure import OwnForward
-from colossal_lite.engine.rank_comparison import RankComparison, changes_apart
 from colossal_lite.engine.step_totals import (
     LocalSums,
     OpenStep,
@@ -114,7 +114,7 @@ class Engine:
         # forward and backward
         self._comparison = RankComparison(mesh, built.model, context.device, changes_apart(config))
         stated = stated_sizes(built.model, built.names.state)
-        allowed = AllowedArguments.of(built.model, context, done.padding.cuts, done.shown)
+        allowed = AllowedArguments.of(built.model, mesh, config.parallel, done.padding.cuts, done.shown)
         self._micro_batches = MicroBatches(
             context, done, stated, self._comparison, built.first_batch, allowed, sees_padding=built.sees_padding,
             loss=reader_of(criterion),

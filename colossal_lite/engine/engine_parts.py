@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from colossal_lite.checks.first_step import FirstStep
+from colossal_lite.checks.linear_hooks import LinearHooks
+from colossal_lite.checks.model_structure import OwnState
+from colossal_lite.checks.rank_comparison import recomputes, splits
 from colossal_lite.config.config import Config
 from colossal_lite.engine.context import Context
-from colossal_lite.engine.first_step import FirstStep
-from colossal_lite.engine.linear_hooks import LinearHooks
 from colossal_lite.engine.memory_report import Metering
-from colossal_lite.engine.model_structure import OwnState
-from colossal_lite.engine.rank_comparison import recomputes, splits
 from colossal_lite.engine.update_timing import Updates
 from colossal_lite.layers import hugging_face
 from colossal_lite.layers.dropout_rows import unbind_dropout

@@ -23,11 +23,11 @@ from torch import Tensor
 from colossal_lite.checkpoint.checkpointer import Checkpointer, Saving
 from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.checkpoint.run_state import Loaded, RunFacts
+from colossal_lite.checks.model_structure import ModelStructure
 from colossal_lite.distributed.progress import reason_of
 from colossal_lite.engine.context import Context, noting_faults
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.full_state import FullState, own_config
-from colossal_lite.engine.model_structure import ModelStructure
 from colossal_lite.engine.step_totals import OpenStep
 from colossal_lite.engine.stopping import SAVES_FAILED, Stopped, StopPoint
 from colossal_lite.engine.task_resume import TaskResume

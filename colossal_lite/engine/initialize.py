@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.checkpoint.tools import last_unit_seconds
+from colossal_lite.checks.model_structure import check_lazy, check_storages, is_in_parts
+from colossal_lite.checks.rank_comparison import RanksDifferError, frozen_apart, recomputes, splits
 from colossal_lite.config.config import Config
 from colossal_lite.config.errors import ConfigError, refuse
 from colossal_lite.config.parallel_schema import ModelFacts
@@ -32,8 +34,6 @@ from colossal_lite.data.batch_forms import ForwardArguments, named
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built, GlobalNames
-from colossal_lite.engine.model_structure import check_lazy, check_storages, is_in_parts
-from colossal_lite.engine.rank_comparison import RanksDifferError, frozen_apart, recomputes, splits
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.layers import hugging_face
 from colossal_lite.layers.layer_swap import cut_range

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from colossal_lite.checks.batch_arguments import AllowedArguments
+from colossal_lite.checks.rank_comparison import RankComparison
 from colossal_lite.data.batch import Batch, first_input, read_batch
 from colossal_lite.data.batch_checks import LossOf, StatedSizes, check_batch, valid_labels
 from colossal_lite.data.batch_forms import named, parts_of_batch
 from colossal_lite.data.loader import apply_to_tensors
-from colossal_lite.engine.batch_arguments import AllowedArguments
 from colossal_lite.engine.context import Context
-from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.memory.transfers import host_copy, to_host
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.parallel.plan_proof import FirstBatch

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 from colossal_lite.checkpoint.manifest import Change, CheckpointError, changes
 from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.checkpoint.run_state import Loaded
+from colossal_lite.checks.batch_sizes import refuse_sizes
 from colossal_lite.data.loader import Loader
-from colossal_lite.engine.batch_sizes import refuse_sizes
 from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.loader_arguments import loader_names, refuse_unknown, whole
 from colossal_lite.engine.step_measurements import leave_measurements

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from colossal_lite.checks.rank_comparison import RankComparison
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.transfers import sent

@@ -19,11 +19,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from colossal_lite.checks.rank_comparison import RankComparison
 from colossal_lite.config.config import Config
 from colossal_lite.distributed.communicator import PendingCollective
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.engine.memory_report import Metering
-from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.engine.step_totals import StepTotals
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.schedule.optimizer_updates import holds_up

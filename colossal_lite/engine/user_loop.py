@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from colossal_lite.checks.all_samples import AllSamples
+from colossal_lite.checks.rank_comparison import RankComparison
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch, first_input
 from colossal_lite.data.batch_checks import IGNORED
-from colossal_lite.engine.all_samples import AllSamples
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.micro_batches import MicroBatches
-from colossal_lite.engine.rank_comparison import RankComparison
 from colossal_lite.engine.step_totals import OpenStep
 from colossal_lite.layers.whole_sizes import without_parts
 from colossal_lite.numerics.torch_modes import refuse_without_gradients

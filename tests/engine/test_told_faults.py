@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from colossal_lite.checks.rank_comparison import RanksDifferError
 from colossal_lite.distributed.communicator import CommError
 from colossal_lite.engine.engine import Engine
-from colossal_lite.engine.rank_comparison import RanksDifferError
 from tests.shared.parity import Case, start
 from tests.shared.pool import RankEnv, run_world
 

@@ -38,6 +38,7 @@ ORDER = (
         "data",
         "checkpoint",
         "layers",
+        "checks",
         "parallel",
         "offload",
         "zero",

@@ -176,9 +176,9 @@ def model_of(sizes: Case) -> Callable[[], nn.Module]:
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """What other ranks would say is what this one says, and values that are no fakes are left alone."""
+    from colossal_lite.checks.rank_comparison import RankComparison
     from colossal_lite.distributed.communicator import Communicator
     from colossal_lite.distributed.mesh import Mesh
-    from colossal_lite.engine.rank_comparison import RankComparison
 
     all_gather = Communicator.all_gather
 

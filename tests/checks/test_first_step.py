@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import colossal_lite as cl
+from colossal_lite.checks.first_step import FirstStep, _counted
 from colossal_lite.config.config import Config
 from colossal_lite.distributed.communicator import CommError
-from colossal_lite.engine.first_step import FirstStep, _counted
 from tests.shared.plain_loop import batches, plain_run
 from tests.shared.pool import RankEnv, WorldError, run_world
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from colossal_lite.checks.rank_comparison import splits
 from colossal_lite.config.config import Config
 from colossal_lite.distributed.communicator import CommError
-from colossal_lite.engine.rank_comparison import splits
 from colossal_lite.numerics.generators import drawn_between, states
 
 Numbers = Mapping[str, int | float]

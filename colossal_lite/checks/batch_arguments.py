@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from colossal_lite.config.settings import ParallelConfig
 from colossal_lite.data.batch_checks import BATCH_KEYS
 from colossal_lite.data.batch_forms import ForwardArguments, named
-from colossal_lite.engine.context import Context
+from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.layers.hugging_face import is_hugging_face
 
 EMBEDDED = "token_type_ids"
@@ -36,9 +37,10 @@ class AllowedArguments:
     """Further ones with which the model is proven: each batch has them."""
 
     @classmethod
-    def of(cls, model: nn.Module, context: Context, cuts: str, shown: tuple[str, ...]) -> AllowedArguments:
+    def of(
+        cls, model: nn.Module, mesh: Mesh, parallel: ParallelConfig, cuts: str, shown: tuple[str, ...]
+    ) -> AllowedArguments:
         """`shown`: those of an example, if it has others beside ids."""
-        mesh, parallel = context.mesh, context.config.parallel
         found = {f"parallel.{axis}={mesh.size(axis)}": mesh.size(axis) for axis in ("tensor", "sequence")}
         found[f"parallel.pipeline={parallel.pipeline.size}"] = 2 if parallel.pipeline.is_staged else 1
         settings = [name for name, size in found.items() if size > 1]
