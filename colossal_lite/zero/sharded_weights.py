@@ -11,8 +11,10 @@ The first micro-batch has no plan.  At each new unit the ranks exchange which we
 are complete.  They reduce the gradients that are complete on any rank, gather what any of them wants, and record it.
 That record is the trace.  The arena is allocated when the trace ends; nothing is allocated after that.
 
-Slots and saved views are in zero/weight_slots.py.  The weights of a recomputed block are not dropped before its
-backward has ended, because nothing requests another unit.
+Slots and saved views are in zero/weight_slots.py.  Code that backward runs again saves real views.  So the units that a
+recomputed block reads are requested at once, and held until backward leaves the block.  Code of the user that one node
+of autograd runs again may read several units too, as torch's checkpoint does.  Where it ends is not known: these units
+are held until the end of backward.
 Source: arXiv 1910.02054, section 5.3; prefetch from the
 order of the first step as in 2104.07857. Frozen weights are gathered and dropped like the others, in chunks of their
 own.  Backward requests them only where an input gradient needs them.  So those before the first trained weight are
@@ -76,8 +78,11 @@ class ParameterGather(ShardedWeights):
         self._seen: list[GatherMoment] = []
         self._forward_seen: tuple[GatherMoment, ...] = ()
         self._has_new_plan = False  # whether the plan is new
-        self._own: dict[nn.Module, Needs] = {}  # of modules with children and weights of their own
+        self._own: dict[nn.Module, Needs] = {}  # of modules with weights of their own
         self._node: Any = None  # of autograd, that has asked last
+        self._block = NOTHING  # of the block that was recomputed last
+        self._again: tuple[Any, Needs] = (None, NOTHING)  # a node that runs code again, and its needs
+        self._kept_again = NOTHING  # of code that reads several units
         super().__init__(module, parameters, chunks, frozen)
 
     @property
@@ -141,16 +146,16 @@ class ParameterGather(ShardedWeights):
         needs = frozenset[int]().union(*(self._units.get(chunk.spec.id, NOTHING) for chunk in needed))
         if not needs:
             return
+        self._own[owner] = needs
         if not any(True for _ in owner.children()):
-            yield owner.register_forward_pre_hook(lambda *_: self._need(needs | self._held))
+            yield owner.register_forward_pre_hook(lambda *_: self._need(self._held_with(needs)))
             return
         # What a module with children owns may be read before, between and behind them.
-        self._own[owner] = needs
         yield owner.register_forward_pre_hook(partial(self._enter_parent, needs))
         yield owner.register_forward_hook(lambda *_: self._leave_parent(), always_call=True)
 
     def _enter_parent(self, needs: Needs, module: nn.Module, args: Any) -> None:
-        self._parents.append(needs | self._held)
+        self._parents.append(self._held_with(needs))
         self._need(self._held)
 
     def _leave_parent(self) -> None:
@@ -158,16 +163,28 @@ class ParameterGather(ShardedWeights):
 
     @contextmanager
     def again(self, owner: nn.Module) -> Iterator[None]:
-        if (needs := self._own.get(owner)) is None:
-            yield
-            return
-        self._enter_parent(needs, owner, ())
+        self._block = NOTHING.union(*(self._own.get(module, NOTHING) for module in owner.modules()))
+        self._need(self._held)
         yield
-        self._leave_parent()
 
     @property
     def _held(self) -> Needs:
-        return self._parents[-1] if self._parents else NOTHING
+        return (self._parents[-1] if self._parents else NOTHING) | self._block | self._kept_again
+
+    def _held_with(self, needs: Needs) -> Needs:
+        """The weights that are held while a module reads `needs`, with these."""
+        if self._phase is Phase.BACKWARD:
+            self._run_again(needs)
+        return needs | self._held
+
+    def _run_again(self, needs: Needs) -> None:
+        """Code that backward runs again asks for `needs`. Hold them if the same code has asked for others."""
+        node, asked = torch._C._current_autograd_node(), needs
+        if node is not None and node is self._again[0]:
+            asked = needs | self._again[1]
+            if not asked <= self._again[1] | self._block:
+                self._kept_again |= asked
+        self._again = node, asked
 
     def _unpack(self, saved: tuple[Tensor, int] | SavedView) -> Tensor:
         if isinstance(saved, tuple):
@@ -184,8 +201,8 @@ class ParameterGather(ShardedWeights):
                 f"backward: {node.name()} reads weights of two units at once, which zero.stage=3 gathers one after the "
                 f"other; use zero.stage=2"
             )
-        self._node = node
-        self._need(needs)
+        self._node, self._block = node, NOTHING
+        self._need(needs | self._held)
         return saved.rebuilt()
 
     def _need(self, needs: Needs) -> None:
@@ -258,6 +275,7 @@ class ParameterGather(ShardedWeights):
 
     def _end_phase(self) -> None:
         self._phase, self._current, self._node = Phase.IDLE, NOTHING, None
+        self._block, self._again, self._kept_again = NOTHING, (None, NOTHING), NOTHING
         self._hooks.limit = len(self._chunks)
 
     def _step(self) -> None:
