@@ -153,7 +153,8 @@ def _initialize(
     originals = dict(module.named_parameters())
     _assert_same_on_all_ranks(module, context, values=recipes is None)
     micro_batch = None if shown is None else _first_micro_batch(shown, context)
-    sections = traced_units(module, micro_batch) if config.parallel.pipeline.is_staged else None
+    own = loss if isinstance(loss, ModelLoss) else None
+    sections = traced_units(module, micro_batch, own) if config.parallel.pipeline.is_staged else None
     parallelized = _swap_layers(module, context, plan, streams, loss, few)
     if parallelized.form != Form(regather_inputs=parallelized.form.regather_inputs):
         if config.parallel.tensor.sequence_parallel == "auto" or parallelized.form.whole_sizes:

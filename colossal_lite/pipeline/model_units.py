@@ -27,6 +27,7 @@ from colossal_lite.layers.tensor_2d import Embedding2D
 from colossal_lite.layers.tensor_3d import Embedding3D
 from colossal_lite.models import GPT
 from colossal_lite.models.gpt import Block
+from colossal_lite.parallel.model_loss import ModelLoss
 from colossal_lite.pipeline.partition import (
     FLOPS_PER_BYTE,
     Unit,
@@ -141,10 +142,12 @@ def sections_of(model: nn.Module) -> Sections:
     return traced_units(model) or _stated_units(model)
 
 
-def traced_units(model: nn.Module, example: Batch | None = None) -> TracedSections | None:
-    """The units of a model that has them by a trace, which must be whole; None for one that has others. `example`: as
-    `trace_units` takes it."""
-    return None if has_stated_units(model) else traced(model, example)
+def traced_units(
+    model: nn.Module, example: Batch | None = None, loss: ModelLoss | None = None
+) -> TracedSections | None:
+    """The units of a model that has them by a trace, which must be whole; None for one that has others. `example` and
+    `loss`: as `trace_units` takes them."""
+    return None if has_stated_units(model) else traced(model, example, loss)
 
 
 def has_stated_units(model: nn.Module) -> bool:

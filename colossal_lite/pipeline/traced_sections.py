@@ -28,6 +28,7 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.numerics.proof_modes import Wide
 from colossal_lite.numerics.torch_modes import tensors_in
 from colossal_lite.parallel.loss import logits_of
+from colossal_lite.parallel.model_loss import ModelLoss, loss_in
 from colossal_lite.pipeline.unit_trace import (
     Argument,
     Passage,
@@ -109,10 +110,10 @@ class TracedSections:
         return by
 
 
-def traced(model: nn.Module, example: Batch | None = None) -> TracedSections:
+def traced(model: nn.Module, example: Batch | None = None, loss: ModelLoss | None = None) -> TracedSections:
     """The units of a model of blocks, which must be whole. Raises UnitsError, saying what keeps it from being cut.
-    `example`: as `trace_units` takes it."""
-    trace, proven = trace_units(model, example)
+    `example` and `loss`: as `trace_units` takes them."""
+    trace, proven = trace_units(model, example, loss)
     bare = bare_copy(model)
     blocks = {passage.block for passage in trace.passages}
     names = [name for part in trace.parts[:-1] for name in part.modules if name not in blocks]
@@ -136,14 +137,16 @@ def _prove_mode(copy: TracedCopy, alone: TracedSections, batch: Batch) -> None:
     proven = copy.model
     buffers = {name: buffer.clone() for name, buffer in proven.named_buffers()}
     before = torch.get_rng_state()
-    whole = _gradients(proven, proven(*batch.args, **batch.kwargs))
+    reads = logits_of if copy.loss is None else loss_in
+    whole = _gradients(proven, reads(proven(*batch.args, **batch.kwargs)))
     draws = not torch.equal(torch.get_rng_state(), before)  # the first step refuses that
     for name, buffer in proven.named_buffers():  # a forward may change them
         buffer.detach().copy_(buffers[name])
     mode = "" if proven.training else " in eval()"
     what = f"parallel.pipeline: {type(proven).__name__}{mode}"
     try:
-        found = _gradients(proven, *_chain(alone, batch))
+        outputs, ends = _chain(alone, batch)
+        found = _gradients(proven, reads(outputs), ends)
     except CheckpointError as error:
         raise UnitsError(
             f"{what} does not run in parts: it recomputes blocks by torch.utils.checkpoint; legal: "
@@ -178,11 +181,10 @@ def _chain(sections: TracedSections, batch: Batch) -> tuple[Any, list[tuple[Tens
 
 
 def _gradients(
-    model: nn.Module, outputs: Any, ends: Sequence[tuple[Tensor, Tensor]] = ()
+    model: nn.Module, logits: Tensor, ends: Sequence[tuple[Tensor, Tensor]] = ()
 ) -> dict[str, Tensor]:
-    """The gradient of every parameter that has one, and the loss as `loss`."""
+    """The gradient of every parameter that has one, and the loss as `loss`. `logits`: or a loss of the model's own."""
     model.zero_grad()
-    logits = logits_of(outputs)
     if logits.dim() > 1 and logits.shape[-1] > 1:
         logits = logits.flatten(0, -2)
         labels = torch.zeros(len(logits), dtype=torch.long, device=logits.device)

@@ -32,6 +32,7 @@ from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.proof_modes import Plainly
 from colossal_lite.numerics.torch_modes import READ_NO_VALUES, DispatchMode, storage_of, tensors_in
 from colossal_lite.parallel.copy_batches import is_more_than_words, samples_of
+from colossal_lite.parallel.model_loss import ModelLoss
 from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
     NoCopyError,
@@ -133,6 +134,8 @@ class TracedCopy:
     """Of a sequence, where the model takes no other length."""
     example: Batch | None = None
     """What it is run on; None: a few ids."""
+    loss: ModelLoss | None = None
+    """The loss that the model itself computes, where it trains on that: it is asked for it here too."""
     why_bare: str = ""
     """Why it has no values, for messages; "" if it has."""
 
@@ -157,13 +160,17 @@ class TracedCopy:
                 batch = Batch((ids,), {}, labels=ids, samples=ids[:, 0])
             else:
                 batch = samples_of(self.example.with_one_row(), 2, few_rows(self.model), device)
+            batch = batch if self.loss is None else self.loss.asked(batch)
             with generators_kept(), device, Plainly():
                 yield batch
 
 
-def trace_units(model: nn.Module, example: Batch | None = None) -> tuple[UnitTrace, TracedCopy]:
+def trace_units(
+    model: nn.Module, example: Batch | None = None, loss: ModelLoss | None = None
+) -> tuple[UnitTrace, TracedCopy]:
     """The units of a model of blocks, in the order of their calls in one forward, and the copy that was run: with
-    values if it is small. It runs on a few ids, or on an `example` where that has no ids or they do not do.
+    values if it is small. It runs on a few ids, or on an `example` where that has no ids or they do not do. With labels
+    too, where the model trains on its own `loss`.
 
     Only shapes and buffers of the model are read, and nothing of it is changed. Raises UnitsError for a model without
     blocks, and for one that passes more than one tensor from block to block.
@@ -176,7 +183,7 @@ def trace_units(model: nn.Module, example: Batch | None = None) -> tuple[UnitTra
         )
     _check_kinds(model, blocks)
     failed: tuple[TracedCopy, Exception] | None = None
-    for each in _copies(model, example):
+    for each in (replace(copy, loss=loss) for copy in _copies(model, example)):
         try:
             return _watched(each, blocks), each
         except UnitsError:

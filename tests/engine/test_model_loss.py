@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal
 
 import pytest
@@ -188,3 +189,64 @@ def test_a_forward_that_requires_labels_is_refused_with_what_to_write(
     for told in run_world(refused, 2, parallel, criterion):
         assert "requires targets, and a model gets the inputs; legal: targets=None in its signature." in told
         assert "criterion='model'" in told
+
+
+class OfStages(OwnLoss):
+    """Adds to its loss what a stage with the labels has (`aux`, `words`), or has not."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.aux = way, nn.Linear(16, WORDS)
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:  # type: ignore[override]
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        seen = []
+        for block in self.blocks:
+            x = block(x)
+            seen.append(x)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits, None
+        loss = self.loss(logits.flatten(0, 1), targets.flatten())
+        if self.way in ("first", "last"):
+            told = self.aux(seen[0 if self.way == "first" else -1])
+            return logits, loss + 0.5 * self.loss(told.flatten(0, 1), targets.flatten())
+        penalised = self.words if self.way == "words" else self.blocks
+        return logits, loss + 0.01 * sum(p.square().sum() for p in penalised.parameters())
+
+
+def of_stages(
+    env: RankEnv, way: str, parallel: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor]] | str:
+    torch.manual_seed(0)
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.3), timeout_s=30, parallel=parallel)
+    with env.launch(config) as context:
+        try:
+            engine = cl.initialize(OfStages(way).double(), context=context, criterion="model")
+        except ValueError as error:
+            return str(error)
+        ids = torch.randint(WORDS, (3, 4, TOKENS), generator=torch.Generator().manual_seed(1))
+        return [
+            float(engine.train_step((each, each.roll(1, 0))).loss) for each in ids
+        ], engine.full_state_dict()
+
+
+STAGES: dict[str, Any] = dict(pipeline=dict(size=2, micro_batches=2))
+
+
+@pytest.mark.parametrize("way", ["last", "words"])
+def test_stages_have_what_a_loss_reads_beside_the_blocks(way: str) -> None:
+    (expected,) = run_world(of_stages, 1, way, {})
+    for losses, weights in run_world(of_stages, 2, way, STAGES):
+        assert losses == pytest.approx(expected[0], rel=1e-12)
+        for name, value in expected[1].items():
+            assert float((weights[name] - value).norm()) <= 1e-12 * float(value.norm()), name
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [("first", "reads a tensor made by blocks"), ("blocks", "blocks.0.*is read outside its block")],
+)
+def test_a_loss_that_reads_what_other_stages_have_is_refused(way: str, words: str) -> None:
+    for told in run_world(of_stages, 2, way, STAGES):
+        assert isinstance(told, str) and re.search(words, told), told
