@@ -153,9 +153,8 @@ def _argument(model: nn.Module) -> str:
 def check_labels_optional(model: nn.Module) -> None:
     """Raises ModelLossError for a forward that cannot be called without labels, as copies, plans and evaluation do."""
     taken = signature(model.forward).parameters
-    required = [name for name in NAMES if name in taken and taken[name].default is Parameter.empty]
-    if required and len(taken) > 1:
-        name = required[0]
+    name = next((name for name in NAMES if name in taken), None)
+    if name is not None and taken[name].default is Parameter.empty and len(taken) > 1:
         raise ModelLossError(
             f"model: {type(model).__name__}.forward{signature(model.forward)} requires {name}, and a model gets the "
             f"inputs; legal: {name}=None in its signature. With it, criterion='model' trains on the loss that forward "

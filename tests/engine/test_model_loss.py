@@ -250,3 +250,27 @@ def test_stages_have_what_a_loss_reads_beside_the_blocks(way: str) -> None:
 def test_a_loss_that_reads_what_other_stages_have_is_refused(way: str, words: str) -> None:
     for told in run_world(of_stages, 2, way, STAGES):
         assert isinstance(told, str) and re.search(words, told), told
+
+
+class Conditioned(OwnLoss):
+    """Has an argument that other models have for labels, beside its own for labels."""
+
+    def forward(self, ids: Tensor, y: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
+        logits = self.head(self.norm(self.words(ids) + self.words(y)))
+        return logits, None if labels is None else self.loss(logits.flatten(0, 1), labels.flatten())
+
+
+def conditioned(env: RankEnv) -> list[float]:
+    torch.manual_seed(0)
+    with env.launch(dict(precision="fp64", optimizer=dict(type="sgd", lr=0.3), timeout_s=30)) as context:
+        ids = torch.randint(WORDS, (3, 4, TOKENS), generator=torch.Generator().manual_seed(1))
+        own = context.local_batch(4)
+        given = [dict(ids=each[own], y=each.roll(1, 1)[own], labels=each.roll(1, 0)[own]) for each in ids]
+        engine = cl.initialize(Conditioned().double(), context=context, criterion="model", example=given[0])
+        return [float(engine.train_step(each).loss) for each in given]
+
+
+def test_an_argument_y_beside_labels_is_an_input() -> None:
+    (expected,) = run_world(conditioned, 1)
+    for losses in run_world(conditioned, 2):
+        assert losses == pytest.approx(expected, rel=1e-12)
