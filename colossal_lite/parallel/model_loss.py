@@ -16,7 +16,9 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_checks import IGNORED
@@ -256,10 +258,20 @@ class _Trial:
         flat[0, max(1, count // 4) :], flat[1, : max(1, 5 * count // 8)] = label, label
         counts = [int((labels[part] != label).sum()) for part in (slice(0, 1), slice(1, 3))]
         try:
-            whole = self.run(labels)
-            return _adds_up(whole, [self.run(labels, slice(0, 1)), self.run(labels, slice(1, 3))], counts)
+            with _Guarded():
+                whole = self.run(labels)
+                return _adds_up(whole, [self.run(labels, slice(0, 1)), self.run(labels, slice(1, 3))], counts)
         except Exception:  # of the model's own code: no such label
             return False
+
+
+class _Guarded(TorchFunctionMode):
+    """Raises ValueError for labels below 0 in torch's CTC loss, which would read and write memory of others."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.ctc_loss, torch.ctc_loss) and bool((args[1] < 0).any()):
+            raise ValueError("ctc_loss takes no label below 0")
+        return func(*args, **(kwargs or {}))
 
 
 def _adds_up(

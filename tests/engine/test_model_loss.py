@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import colossal_lite as cl
+from colossal_lite.data.batch import Batch
 from colossal_lite.parallel.model_loss import ModelLoss, ModelLossError, model_loss
 from tests.shared.own_models import PLAN, TOKENS, WORDS, Model
 from tests.shared.pool import RankEnv, WorldError, run_world
@@ -274,3 +275,31 @@ def test_an_argument_y_beside_labels_is_an_input() -> None:
     (expected,) = run_world(conditioned, 1)
     for losses in run_world(conditioned, 2):
         assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class OfSound(nn.Module):
+    """Trains on torch's CTC loss, which reads other memory where a label is below 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.head(x)
+        if labels is None:
+            return {"logits": logits}
+        frames, words = (torch.full((len(x),), part.shape[1]) for part in (x, labels))
+        by_frame = logits.log_softmax(-1).transpose(0, 1)
+        return {"loss": F.ctc_loss(by_frame, labels, frames, words), "logits": logits}
+
+
+def proven_ctc(env: RankEnv) -> int | None:
+    torch.manual_seed(0)
+    args = (torch.randn(3, 12, 8, dtype=torch.float64),)
+    labels = torch.tensor([[1, 2, 3], [4, 1, 2], [3, 4, 1]])
+    example = Batch(args, {}, labels=labels, samples=torch.arange(3))
+    return model_loss(OfSound().double(), example).ignored
+
+
+def test_a_ctc_loss_is_not_tried_with_labels_below_0() -> None:
+    assert run_world(proven_ctc, 1) == [None]
