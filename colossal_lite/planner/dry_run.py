@@ -170,6 +170,18 @@ class DryRun:
         streams.begin(0, part.samples, part.token_positions, tokens=part.tokens)
         return part
 
+    def _labels(self, logits: Tensor, part: Batch) -> Tensor:
+        """Labels of tokens, or of samples where each has one row of logits. Raises ValuesError for other logits."""
+        if logits.dim() == 2 and logits.shape[:1] == part.labels.shape[:1]:
+            return part.labels.new_zeros(logits.shape[:1])
+        is_whole = self.mesh.size("tensor") == 1
+        if logits.dim() != 3 or (is_whole and logits.shape[:2] != part.labels.shape):
+            raise ValuesError(
+                f"model: gives logits {list(logits.shape)} for ids {list(part.inputs.shape)}. Nothing is planned for "
+                f"it; legal: [samples, tokens, vocabulary] or [samples, classes]"
+            )
+        return part.labels
+
     def run(self, module: nn.Module, done: Parallelized, streams: DropoutStreams, samples: int) -> Cost:
         """One micro-batch forward and backward, as the engine runs it: gradients are freed as they arrive."""
         self.mesh.ledger.clear()
@@ -198,7 +210,7 @@ class DryRun:
             with streams.forward(), done.told(part), _on_ids(module, part):
                 logits = logits_of(module(*part.args, **part.kwargs))
             logits_bytes = bytes_of(logits)
-            loss, _ = done.cross_entropy(logits, part.labels)
+            loss, _ = done.cross_entropy(logits, self._labels(logits, part))
             del logits
             kept = meter.now_bytes
             loss.backward()
@@ -220,7 +232,7 @@ class DryRun:
             part = self.batch(done, streams, samples)
             with streams.forward(), done.told(part):
                 logits = logits_of(module.eval()(*part.args, **part.kwargs))
-            done.cross_entropy(logits, part.labels)
+            done.cross_entropy(logits, self._labels(logits, part))
         module.train()
         rows = self.mesh.ledger.rows()
         return Cost(
@@ -245,7 +257,7 @@ class DryRun:
             part = self.batch(done, streams, samples)
             with weights.forward(), streams.forward(), done.told(part):
                 logits = logits_of(module(*part.args, **part.kwargs))
-            loss, _ = done.cross_entropy(logits, part.labels)
+            loss, _ = done.cross_entropy(logits, self._labels(logits, part))
             hooks.begin(is_last=True)
             hooks.expects = True
             with weights.backward():
@@ -315,7 +327,7 @@ class DryRun:
                 )
             if stage == stages.last:
                 logits = bytes_of(outputs)
-                outputs, _ = done.cross_entropy(outputs, part.labels)
+                outputs, _ = done.cross_entropy(outputs, self._labels(outputs, part))
             ended, peak = meter.now_bytes, meter.window()
             trains, form = outputs.requires_grad, (outputs.shape, outputs.dtype)
             root = outputs if stage == stages.last else BackwardRoot.apply(came, outputs)  # type: ignore[no-untyped-call]

@@ -11,11 +11,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 import colossal_lite as cl
 from colossal_lite.data.batch import Batch
@@ -375,6 +377,49 @@ def metered_module(env: RankEnv) -> list[int | None]:
 
 def test_what_a_module_that_cannot_be_built_again_holds_is_measured_alone() -> None:
     assert run_world(metered_module, 1) == [[None, None]]
+
+
+class Pooled(torch.nn.Module):
+    """A classifier of texts: a row of logits for each sample, or, as `shows_last`, for the last token alone."""
+
+    def __init__(self, shows_last: bool = False) -> None:
+        super().__init__()
+        self.shows_last = shows_last
+        self.embedding, self.head = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        found = self.head(self.embedding(ids))
+        if not self.shows_last:
+            return self.head(self.embedding(ids).mean(1))
+        return (
+            (found[:, -1:], None)
+            if labels is None
+            else (found, cross_entropy(found.mT, labels, ignore_index=-100))
+        )
+
+
+def run_of_texts(env: RankEnv, folder: Path, shows_last: bool) -> list[tuple[int, int | None]]:
+    """Metered and predicted bytes of activations in a `cl.Run`, which measures a step."""
+    draw = torch.Generator().manual_seed(0)
+    rows = [(ids[:-1], ids[1:]) for ids in torch.randint(64, (16, 65), generator=draw)]
+    data = rows if shows_last else [(ids, labels[0]) for ids, labels in rows]
+    with env.launch(dict(precision="fp32")) as context:
+        engine = cl.initialize(
+            partial(Pooled, shows_last), context=context, criterion="model" if shows_last else None
+        )
+        cl.fit(engine, data, global_batch=8, steps=4, directory=folder)
+        return [(r.peak_bytes, r.forecast_bytes) for r in engine.memory_report() if r.kind == "activations"]
+
+
+def test_a_run_of_a_classifier_of_texts_is_measured_beside_the_plan(tmp_path: Path) -> None:
+    """The plan gave each token a label. So every such run ended at the step that is measured."""
+    (((peak, forecast),),) = run_world(run_of_texts, 1, tmp_path, False)
+    assert peak == pytest.approx(forecast, abs=4096 + 8 * 8 * 64)  # the labels of tokens
+
+
+def test_a_model_that_shows_fewer_logits_without_labels_has_no_forecast(tmp_path: Path) -> None:
+    (((_, forecast),),) = run_world(run_of_texts, 1, tmp_path, True)
+    assert forecast is None
 
 
 # ---- a whole process ----
