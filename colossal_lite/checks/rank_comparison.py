@@ -10,6 +10,7 @@ each time that it is written to.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -103,6 +104,7 @@ class RankComparison:
     _batches: list[dict[str, _Seen]] = field(default_factory=list)
     _reads: list[BatchRead] = field(default_factory=list)
     _weights: list[Tensor] = field(default_factory=list)
+    _rate: float | None = None
     _changed: set[str] = field(default_factory=set)
     _looked_at: dict[str, _Buffer] = field(default_factory=dict)
     _begun: Any = None
@@ -160,6 +162,10 @@ class RankComparison:
         if counts is not None and self.mesh.size("data") > 1:
             self._weights.append(counts)
 
+    def add_rate(self, factor: float) -> None:
+        """Add the factor on the learning rates that the user's code gives for this step."""
+        self._rate = factor
+
     @contextmanager
     def forward(self, batch: Batch) -> Iterator[None]:
         """Context of a forward: notes the buffers that it changes. Raises ValueError if it changes `batch`, and if it
@@ -215,6 +221,7 @@ class RankComparison:
         self._batches.clear()
         self._reads.clear()
         self._weights.clear()
+        self._rate = None
         self._changed.clear()
 
     # ---- the sum over the ranks ----
@@ -230,6 +237,8 @@ class RankComparison:
         if self._weights:
             counts = {f"{number}": each for number, each in enumerate(self._weights)}
             total += fingerprint(counts) * self._factor(*AXES)
+        if self._rate is not None:
+            total += crc32(struct.pack("d", self._rate)) * self._factor(*AXES)
         if self._left:
             total += self._left * self._factor(*AXES)
         if factor := self._factor(*STAGE):
@@ -247,6 +256,7 @@ class RankComparison:
         if (
             fault := _left_fault(told)
             or _weight_fault(told)
+            or _rate_fault(told)
             or _read_fault(told)
             or _batch_fault(told)
             or _buffer_fault(told, self.cuts)
@@ -285,6 +295,7 @@ class RankComparison:
         reads = [dict(start=read.start, samples=read.samples, ahead=read.ahead) for read in self._reads]
         return dict(
             coords, batches=batches, reads=reads, buffers=marks, left=self._left, read_term=self._read_term(),
+            rate=self._rate,
             weights=[counts.tolist() for counts in self._weights],
             frozen=[name for name, p in self._parameters.items() if not p.requires_grad],
         )  # fmt: skip
@@ -320,6 +331,18 @@ def _weight_fault(told: Sequence[Mapping[str, Any]]) -> str:
                     f"rank {rank} has {other[at]}. Nothing was updated. Legal: engine.backward(loss, count=n), where "
                     f"loss is a mean over n samples or labels"
                 )
+    return ""
+
+
+def _rate_fault(told: Sequence[Mapping[str, Any]]) -> str:
+    """The message for the first rank whose learning rate is another than that of rank 0, or ""."""
+    for rank, row in enumerate(told):
+        if row["rate"] != told[0]["rate"]:
+            return (
+                f"lr_lambda: it gives {told[0]['rate']} on rank 0 and {row['rate']} on rank {rank}. Nothing was "
+                f"updated. Legal: a function of the step, or of numbers that are equal on all ranks. Such are "
+                f"StepResult.loss and engine.eval_step"
+            )
     return ""
 
 

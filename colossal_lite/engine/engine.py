@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from colossal_lite.engine.engine_reports import EngineReports
 from colossal_lite.engine.engine_state import EngineState, last_save_failed
 from colossal_lite.engine.memory_report import LinkRow, MemoryReport
 from colossal_lite.engine.micro_batches import MicroBatches
+from colossal_lite.engine.other_names import told_instead
 from colossal_lite.engine.step_totals import (
     LocalSums,
     OpenStep,
@@ -57,7 +58,7 @@ from colossal_lite.engine.update_watch import UpdateWatch
 from colossal_lite.engine.user_loop import UserLoop
 from colossal_lite.memory.packing import stages_of
 from colossal_lite.memory.pinned import give_back_freed
-from colossal_lite.numerics.lr_schedules import learning_rate_factor
+from colossal_lite.numerics.lr_schedules import factor_by, learning_rate_factor
 from colossal_lite.numerics.precision import LossScale
 from colossal_lite.numerics.torch_modes import naming_transforms, outside_inference, refuse_without_gradients
 from colossal_lite.observe.memory_timeline import MemoryTimeline
@@ -95,6 +96,7 @@ class Engine:
     def __init__(
         self, built: Built, context: Context, criterion: Criterion | ModelLoss | None,
         optimizer: Factory | None = None, forecast_batch: Forecast | None = None,
+        lr_lambda: Callable[[int], float] | None = None,
     ) -> None:  # fmt: skip
         config, mesh, done = context.config, context.mesh, built.parallelized
         parts = assemble(built, context, optimizer)
@@ -107,6 +109,7 @@ class Engine:
         self._in_order = in_order(built.packed, dict.fromkeys(built.names.first.values()))
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
         self._memory_budget, self._updates = parts.memory_budget, parts.updates
+        self._lr_lambda = lr_lambda
         self._metering = parts.metering
         forecast_batch = self._forecast_batch = forecast_batch and partial(
             forecast_batch, found=lambda: parts.config
@@ -158,9 +161,16 @@ class Engine:
             raise ValueError(
                 f"engine.{name} = {shown(value)}: nothing reads attributes set on an engine, so training would not "
                 f"change. Legal: the config of cl.launch (optimizer.lr, lr_scheduler, clip_grad_norm), or a variable. "
-                f"Or cl.initialize(optimizer=...) with an optimizer and a scheduler of your own"
+                f"Or cl.initialize(lr_lambda=...) for learning rates of your own"
             )
         super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:  # to a type checker, a name that is not here is a mistake
+
+        def __getattr__(self, name: str) -> Any:
+            if (told := told_instead(name)) is not None:
+                raise AttributeError(told, name=name, obj=self)
+            return super().__getattribute__(name)
 
     @property
     def is_closed(self) -> bool:
@@ -225,7 +235,7 @@ class Engine:
             self._finish_user_step()
         totals = self._open.totals
         assert totals is not None
-        factor = self._rate_factor
+        factor = self._rate_factor()
         skipped = not totals.is_finite or totals.weight == 0
         self._weights.flush()  # weights of unused modules may still be in a copy or gather
         if self._updates.under_way:
@@ -340,7 +350,7 @@ class Engine:
         `retain_graph`: keep the graph for a further loss of the same forward.
         With `optimizer.update_when="backward"` the weights are updated when this returns, except those that `step`
         updates. Then a step has as many calls as `gradient_accumulation` says, and the last one updates."""
-        self._loop.backward(loss, count, self._rate_factor, retain_graph=retain_graph)
+        self._loop.backward(loss, count, self._rate_factor(), retain_graph=retain_graph)
 
     # ---- full tensors ----
 
@@ -560,13 +570,14 @@ class Engine:
 
         def forwards_ended() -> None:
             if trains and self._updates.within_backward:
+                self._rate_factor()  # which ranks compare
                 self._updates.announce(sums.reported_loss(self._tells), self._comparison)
 
         def before_backward(stage: int, i: int, kind: ActionKind, later: DeferredWeightGrads) -> None:
             self._parts.before_backward()
             self._weights.arrive(stage)
             if self._updates.within_backward and i == len(parts) - 1:
-                self._updates.begin(self._rate_factor, self._comparison)
+                self._updates.begin(self._rate_factor(), self._comparison)
             self._auxiliary.seed = self._seed(parts[i])
             self._hooks.begin(
                 stage,
@@ -599,7 +610,7 @@ class Engine:
         with self._hooks.expecting():
             self._runtime.run(plan, work, shapes, slots=slots)
         if trains and self._updates.within_backward:  # a rank whose stages are frozen has had no backward
-            self._updates.begin(self._rate_factor, self._comparison)
+            self._updates.begin(self._rate_factor(), self._comparison)
 
     def _pass_over(self) -> None:
         """Take part in the weight gathers of a forward without samples on this rank."""
@@ -646,6 +657,7 @@ class Engine:
     def _agree(self) -> StepTotals:
         """Sum loss, weight and squares over all ranks."""
         self.mesh.progress.phase = "agreement"
+        self._rate_factor()  # which ranks compare
         order = self._in_order if self._sharding.ordered else None
         squares = squares_of(self._chunks, order, self.mesh, self.context.device)
         return all_reduce_totals(
@@ -658,10 +670,14 @@ class Engine:
         """Whether this rank reports its loss and weight; in a user's own loop `UserLoop` decides."""
         return self._tells_loss if self._open.by_count is None else self._loop.tells_loss
 
-    @property
     def _rate_factor(self) -> float:
-        """Factor on the learning rates of this step."""
-        return learning_rate_factor(self.context.config.lr_scheduler, self.steps)
+        """Factor on the learning rates of this step. Code of the user's own is asked once, and ranks compare it."""
+        if self._open.rate_factor is None:
+            if self._lr_lambda is None:
+                return learning_rate_factor(self.context.config.lr_scheduler, self.steps)
+            self._open.rate_factor = factor_by(self._lr_lambda, self.steps)
+            self._comparison.add_rate(self._open.rate_factor)
+        return self._open.rate_factor
 
     def _finish_user_step(self) -> None:
         """End the backward of a user's own loop: run the remaining reductions, and agree."""

@@ -88,6 +88,7 @@ def initialize(
     criterion: Criterion | Literal["model"] | None = None,
     plan: Literal["auto"] | Mapping[str, str] = "auto",
     optimizer: Factory | None = None,
+    lr_lambda: Callable[[int], float] | None = None,
     example: Any = None,
     directory: str | Path | None = None,
     store: HostStore | None = None,
@@ -103,6 +104,8 @@ def initialize(
     `criterion`: takes (logits, labels) and replaces the built-in cross-entropy.  "model": the loss that the model's own
     forward returns for the labels.  It must be a mean over valid labels, which is proven on a small copy.
     `optimizer` makes a torch optimizer over a list of parameters, and replaces `config.optimizer`.
+    `lr_lambda`: takes the number of steps made, and gives a factor on the learning rate of every group.  It is asked
+    once a step, on every rank, and replaces `lr_scheduler`.
     `example`: a batch of this rank as in `train_step`, for a model that does not run on random ids.  The plan, the
     model's own loss and its stages are proven with it.  All ranks take the first samples of rank 0.
     `pipeline.partition='profiled'` times the layers with it.  A model that states no sizes needs one there.
@@ -113,6 +116,7 @@ def initialize(
     moments, step counts, loss scale and buffers.  Frozen parameters are the model's.  Raises ValueError on every rank
     if the parked state does not fit this engine; it stays parked.  ConfigError if memory.host_budget is too small.
     """
+    _check_rates(lr_lambda, optimizer, context)
     if store is None:
         records = TaskRecords(task, context.device)
     elif optimizer is not None and store.parks:
@@ -124,7 +128,7 @@ def initialize(
     try:
         with outside_inference():
             return _initialize(
-                model, context, criterion, plan, optimizer, example, directory, records,
+                model, context, criterion, plan, optimizer, lr_lambda, example, directory, records,
                 outlives=store is not None and store.parks,
             )  # fmt: skip
     except BaseException:
@@ -137,8 +141,8 @@ def initialize(
 
 def _initialize(
     model: nn.Module | Callable[[], nn.Module], context: Context, criterion: Criterion | Literal["model"] | None,
-    plan: Literal["auto"] | Mapping[str, str], optimizer: Factory | None, example: Any, directory: str | Path | None,
-    records: TaskRecords, *, outlives: bool,
+    plan: Literal["auto"] | Mapping[str, str], optimizer: Factory | None, lr_lambda: Callable[[int], float] | None,
+    example: Any, directory: str | Path | None, records: TaskRecords, *, outlives: bool,
 ) -> Engine:  # fmt: skip
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
@@ -191,11 +195,32 @@ def _initialize(
         module, names, stages, parallelized, streams, all_packed, chunks, frozen, trainable, records, blocks,
         outlives=outlives, first_batch=first_batch, sees_padding=pads_alone,
     )  # fmt: skip
-    engine = Engine(built, context, loss, optimizer, forecast_batch)
+    engine = Engine(built, context, loss, optimizer, forecast_batch, lr_lambda)
     hold_statistics(module, _cuts(context, splits(config)), recomputes(config))
     context.models.add(module)
     engine.on_step(partial(_tell_of_end, context), reads_weights=False)
     return engine
+
+
+def _check_rates(lr_lambda: Any, optimizer: Factory | None, context: Context) -> None:
+    """Raises ValueError for an `lr_lambda` that cannot be called, or that is one of two schedules."""
+    if lr_lambda is None:
+        return
+    if not callable(lr_lambda):
+        raise ValueError(
+            f"lr_lambda={lr_lambda!r}; legal: None, or a function such as lambda step: 0.99**step. It takes the "
+            f"number of steps made, and gives a factor on the learning rates"
+        )
+    if (kind := context.config.lr_scheduler.type) != "constant":
+        raise ValueError(
+            f"lr_lambda beside lr_scheduler.type={kind!r}; legal: one of the two (lr_scheduler.type='constant', or no "
+            f"lr_lambda)"
+        )
+    if optimizer is not None:
+        raise ValueError(
+            "lr_lambda beside optimizer=, which has learning rates of its own; legal: one of the two. Set lr in the "
+            "param_groups of that optimizer, or by a scheduler of torch that its callable makes"
+        )
 
 
 def _loss_by(

@@ -161,10 +161,12 @@ class OpenStep:
         """Samples that this data coordinate has trained on in this step."""
         self.samples_before = 0
         """Samples of all earlier steps, or the number that a save or a load has set since."""
+        self.rate_factor: float | None = None
+        """Factor on the learning rates of this step; None until it is asked for."""
 
     def clear(self) -> None:
         """Drop the sums and totals. The counts of earlier steps and samples, and the loss scale, stay."""
-        self.own_samples = 0
+        self.own_samples, self.rate_factor = 0, None
         self.totals, self.by_count, self.calls, self.samples = None, None, 0, 0
         self.sums.clear()
 

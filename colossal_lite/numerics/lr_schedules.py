@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +32,21 @@ def learning_rate_factor(config: LRSchedulerConfig, step: int) -> float:
         case _:
             left = 1.0 - done
     return final + (1.0 - final) * left
+
+
+def factor_by(lr_lambda: Callable[[int], float], step: int) -> float:
+    """What a function of the user's own gives for `step`. Raises ValueError for anything but a factor."""
+    given = lr_lambda(step)
+    try:
+        factor = float(given)
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not (math.isfinite(factor) and factor >= 0):
+        raise ValueError(
+            f"lr_lambda: it gives {given!r} for step {step}; legal: a finite number >= 0. It is a factor "
+            f"on optimizer.lr and on the lr of each group"
+        )
+    return factor
 
 
 def told_of_end(config: LRSchedulerConfig, steps: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
 import colossal_lite as cl
+from colossal_lite.engine.other_names import INSTEAD
 from tests.shared.pool import RankEnv, run_world
 from tests.shared.refusals import told_of
 
@@ -40,6 +42,26 @@ def test_what_is_set_on_an_engine_is_refused_as_nothing_reads_it(name: str) -> N
         told = told_of(lambda: setattr(engine, name, 1e-4))
         assert f"engine.{name} = 0.0001: nothing reads attributes set on an engine" in told
         assert "optimizer.lr, lr_scheduler" in told
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_an_engine_has_not_names_what_it_has_in_its_place(name: str) -> None:
+    with cl.launch(SGD, rank=0, world_size=1) as context:
+        engine: Any = cl.initialize(model(), context=context)
+        with pytest.raises(AttributeError, match=f"^engine.{name}: an engine has none. Legal: ") as found:
+            getattr(engine, name)
+        owners = dict(engine=engine, StepResult=cl.StepResult(1, 0.0, 0.0, 0, False, 0.0), context=context)
+        legal = str(found.value).partition("Legal: ")[2]
+        for owner, named in re.findall(r"\b(engine|StepResult|context)\.(\w+)", legal):
+            assert hasattr(owners[owner], named)
+        assert not hasattr(engine, name)
+
+
+def test_a_name_that_nothing_is_known_of_is_no_attribute_of_an_engine() -> None:
+    with cl.launch(SGD, rank=0, world_size=1) as context:
+        engine: Any = cl.initialize(model(), context=context)
+        with pytest.raises(AttributeError, match="'Engine' object has no attribute 'no_such_name'"):
+            engine.no_such_name  # noqa: B018
 
 
 # ---- optimizers ----

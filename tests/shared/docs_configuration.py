@@ -61,7 +61,8 @@ SECTIONS = {
     "memory": "Where model state rests; see [Memory and offload](memory-and-offload.md).",
     "precision": 'Dtypes of weights, masters and gradients; a bare dtype is `precision="bf16"`.',
     "optimizer": "The update rule. A setting that is not given has the default of its `type`.",
-    "lr_scheduler": "The learning rate over steps, as a factor on the `lr` of every group.",
+    "lr_scheduler": "The learning rate over steps, as a factor on the `lr` of every group. One of your own is "
+    "`cl.initialize(lr_lambda=...)`.",
     "checkpoint": "What `engine.save` leaves on disk; see [Checkpoints and faults](checkpoints.md).",
 }
 
