@@ -215,7 +215,10 @@ def check_alike(op: str, **tensors: Tensor | None) -> None:
             if not x.is_floating_point():
                 raise ValueError(f"{op}: {first} is {x.dtype}; legal is a floating dtype")
         elif other.dtype != x.dtype:
-            raise ValueError(f"{op}: {name} is {other.dtype}; legal is {x.dtype}, as {first}")
+            mixed = ""
+            if torch.is_autocast_enabled(x.device.type):
+                mixed = ". torch.autocast makes them so: leave it out, and set precision of the config"
+            raise ValueError(f"{op}: {name} is {other.dtype}; legal is {x.dtype}, as {first}{mixed}")
         elif other.device != x.device:
             raise ValueError(f"{op}: {name} is on {other.device}; legal is {x.device}, as {first}")
 

@@ -112,6 +112,8 @@ class _Facts(_Part):
     """facts of the run that is being trained"""
     unit_seconds: tuple[tuple[Seconds, Seconds, Seconds], ...] | None = None
     """of F, I and W of each unit, by which a profiled pipeline was cut"""
+    most_samples: Size = 0
+    """of one step of the run, 0: unknown"""
 
 
 class Manifest(_Facts):

@@ -61,6 +61,7 @@ class RunFacts:
     extra: Mapping[str, Any]
     loss_scale: tuple[float, int] | None = None
     unit_seconds: tuple[tuple[float, float, float], ...] | None = None
+    most_samples: int = 0
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,7 @@ class SaveJob:
                     "extra": dict(facts.extra),
                     "loss_scale": facts.loss_scale,
                     "unit_seconds": facts.unit_seconds,
+                    "most_samples": facts.most_samples,
                     "tensors": stored,
                 }
             )

@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.numerics.torch_modes import storage_of
 from colossal_lite.transforms.module_modes import is_set_by_hand, modes_of
+
+OTHER_ENGINES = ("FullyShardedDataParallel", "DeepSpeedEngine")
+"""Classes of modules that other frameworks put around a model, and that cut its weights."""
 
 
 class ModelStructure:
@@ -160,6 +164,22 @@ def check_lazy(module: nn.Module) -> None:
             raise ValueError(
                 f"model: {name or 'it'} is a {type(owner).__name__}, whose parameters have no shape yet. Legal: run "
                 f"the model once before cl.initialize, or a module of stated sizes"
+            )
+
+
+def check_other_engines(module: nn.Module) -> None:
+    """Raises ValueError for a model whose weights another framework has cut, or trains."""
+    legal = "Legal: the module before that call, and zero.stage=3 or parallel.tensor of the config"
+    for path, part in module.named_modules():
+        if (kind := type(part).__name__) in OTHER_ENGINES:
+            raise ValueError(
+                f"model: {path or 'it'} is a {kind}, which cuts and moves weights itself. So does the engine. {legal}"
+            )
+    for name, parameter in module.named_parameters():
+        if is_traceable_wrapper_subclass(parameter.data):
+            raise ValueError(
+                f"model: {name} is a {type(parameter.data).__name__} and no plain tensor, such as fully_shard or "
+                f"parallelize_module makes. The engine cuts weights itself. {legal}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Answers keys of Hugging Face's TrainingArguments, of Accelerate and of DeepSpeed with the setting to write.
+"""Answers keys of Hugging Face, Accelerate, DeepSpeed, Lightning and nanoGPT with the setting to write.
 
 Note: nothing is translated.  Those keys have other defaults, and their batch sizes count differently.  So a run would
 silently be another one.  `answer` is asked about unknown keys alone.  An answer is a dict of settings, which
@@ -123,6 +123,15 @@ def _fsdp(value: Any) -> Answer:
     return nested(found) if value else "nothing: leave it out"
 
 
+def _strategy(value: Any) -> Answer:
+    """Lightning's: ddp, fsdp, deepspeed_stage_2_offload, ..."""
+    text = str(value).lower()
+    if "fsdp" in text:
+        return _fsdp(value)
+    stage = next((int(n) for n in "123" if f"stage_{n}" in text), 0)
+    return nested({"zero.stage": stage} | ({"memory.placement": "host"} if "offload" in text else {}))
+
+
 _FULL = {"activation_checkpoint": "full"}
 _OFF = "precision='fp32', where no other format is on: the default is bf16"
 _FP16, _BF16 = _switch({"precision": "fp16"}, _OFF), _switch({"precision": "bf16"}, _OFF)
@@ -140,6 +149,12 @@ FOREIGN: Mapping[str, str | Callable[[Any], Answer]] = {
     "scheduler": _schedule,
     "warmup_steps": _warmup,
     "num_warmup_steps": _warmup,
+    "warmup_iters": _warmup,
+    "lr_decay_iters": "lr_scheduler=dict(type='cosine', total_steps=...)",
+    "min_lr": "lr_scheduler=dict(type='cosine', total_steps=..., final_ratio=...): a share of optimizer.lr",
+    "grad_clip": _at("clip_grad_norm", then="clip_grad_norm=None, the default: no clipping"),
+    "gradient_clip_val": _at("clip_grad_norm", then="clip_grad_norm=None, the default: no clipping"),
+    "gradient_clip_algorithm": "nothing: clip_grad_norm clips the norm of all gradients",
     "warmup_ratio": "lr_scheduler=dict(type=..., warmup_steps=..., total_steps=...): a number of steps",
     # number formats
     "bf16": _BF16,
@@ -157,7 +172,11 @@ FOREIGN: Mapping[str, str | Callable[[Any], Answer]] = {
     "train_micro_batch_size_per_gpu": BATCH,
     "batch_size": BATCH,
     "gradient_accumulation_steps": _at("gradient_accumulation"),
+    "accumulate_grad_batches": _at("gradient_accumulation"),
     "num_train_epochs": STEPS,
+    "max_epochs": STEPS,
+    "epochs": STEPS,
+    "max_iters": STEPS,
     "max_steps": STEPS,
     "num_training_steps": "lr_scheduler=dict(type=..., total_steps=...)",
     "dataloader_num_workers": "context.dataloader(..., workers=...)",
@@ -173,6 +192,11 @@ FOREIGN: Mapping[str, str | Callable[[Any], Answer]] = {
     "logging_steps": RUN,
     "logging_dir": RUN,
     "report_to": RUN,
+    "default_root_dir": RUN,
+    "log_every_n_steps": RUN,
+    "enable_checkpointing": RUN,
+    "val_check_interval": "run.evaluate(valid) in the loop",
+    "check_val_every_n_epoch": "run.evaluate(valid) in the loop",
     "eval_steps": "run.evaluate(valid) in the loop",
     "eval_strategy": "run.evaluate(valid) in the loop",
     "steps_per_print": RUN,
@@ -201,7 +225,15 @@ FOREIGN: Mapping[str, str | Callable[[Any], Answer]] = {
     "tensor_model_parallel_size": _at("parallel.tensor"),
     "pipeline_model_parallel_size": _at("parallel.pipeline"),
     "context_parallel_size": _at("parallel.sequence"),
+    "tp": _at("parallel.tensor"),
+    "pp": _at("parallel.pipeline"),
+    "cp": _at("parallel.sequence"),
+    "dp": _at("parallel.data"),
+    "strategy": _strategy,
     "torch_compile": _switch({"compile": "block"}),
+    "accelerator": LAUNCHER,
+    "devices": LAUNCHER,
+    "num_nodes": LAUNCHER,
     "num_processes": LAUNCHER,
     "num_machines": LAUNCHER,
     "machine_rank": LAUNCHER,

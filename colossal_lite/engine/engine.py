@@ -19,6 +19,7 @@ gathered, so all data ranks cut their batch into equally many micro-batches.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -272,6 +273,8 @@ class Engine:
             self._weights.for_readers()
         for callback in self._callbacks:
             callback(result)
+        if (told := self._open.sizes.note(totals.samples)) and self.context.is_main:
+            warnings.warn(told, stacklevel=3)
         self._skips.note(self.steps if skipped else None, totals, tells=self.context.is_main)
         if totals.stop:
             raise self._state.stop()
@@ -329,10 +332,14 @@ class Engine:
         self._refuse_closed("all_samples")
         return self._loop.all_samples(x)
 
-    def zero_grad(self) -> None:
-        """Drop gradients that no step has used. Collective after a forward or backward whose error was caught, on every
-        rank. Raises ValueError if they have updated weights already (`optimizer.update_when="backward"`): a checkpoint
-        has to be loaded."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that no step has used, as torch does with `set_to_none=True`. Collective after a forward or
+        backward whose error was caught, on every rank. Raises ValueError if they have updated weights already
+        (`optimizer.update_when="backward"`): a checkpoint has to be loaded."""
+        if not set_to_none:
+            raise ValueError(
+                "zero_grad: set_to_none=False would keep gradients of 0, and the engine keeps none. Legal: True"
+            )
         self._comparison.clear()
         self._loop.drop()
         self._comparison.drop(gradients=self._open.calls > 0 or self._open.totals is not None)

@@ -137,6 +137,7 @@ class EngineState:
         facts = RunFacts(
             self._step.number, self._step.samples_before, config.seed, config.values(), own_config(self._model),
             self._optimizer.updates(), extra, self._step.loss_scale.state, self._unit_seconds,
+            self._step.sizes.most,
         )  # fmt: skip
         with self.mesh.progress.during("save"):
             held = list(self.full.held())
@@ -221,6 +222,7 @@ class EngineState:
         self._optimizer.set_updates(loaded.manifest.updates)
         self._step.loss_scale = self._step.loss_scale.at(loaded.manifest.loss_scale)
         self._step.number, self._step.samples_before = loaded.step, loaded.samples
+        self._step.sizes.loaded(loaded.manifest.most_samples)
         self.mesh.progress.call_succeeded()
 
     def _note_versions(self) -> None:

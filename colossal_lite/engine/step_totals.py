@@ -100,6 +100,36 @@ class SkippedSteps:
             warnings.warn(f"{told} ({self.in_a_row} in a row)", stacklevel=5)
 
 
+class StepSizes:
+    """Tells, once after a load, that steps have more or fewer samples than before."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        """Samples of the largest step so far; a load sets it."""
+        self._before, self._since = 0, list[int]()
+
+    def loaded(self, most: int) -> None:
+        """A load sets the run to a state before which the largest step had `most` samples; 0: unknown."""
+        self.most = self._before = most
+        self._since = []
+
+    def note(self, samples: int) -> str:
+        """The warning about a step of so many samples, or "". The first step after a load may be the last of its epoch,
+        and smaller."""
+        before, self.most = self._before, max(self.most, samples)
+        if not before:
+            return ""
+        self._since.append(samples)
+        if samples == before or len(self._since) == 2 or samples > before:
+            self._before = 0
+            if samples != before:
+                return (
+                    f"samples of a step: {max(self._since)} since the load, and {before} before it. The losses are no "
+                    f"longer those of the saved run, unless the global batch is {before} again"
+                )
+        return ""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """One optimizer step. `loss` 0-d, equal on every rank; `grad_norm` before clipping; `lr` of the default group."""
@@ -161,6 +191,7 @@ class OpenStep:
         """Samples that this data coordinate has trained on in this step."""
         self.samples_before = 0
         """Samples of all earlier steps, or the number that a save or a load has set since."""
+        self.sizes = StepSizes()
         self.rate_factor: float | None = None
         """Factor on the learning rates of this step; None until it is asked for."""
 

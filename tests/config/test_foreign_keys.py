@@ -1,4 +1,4 @@
-"""Keys and values of Hugging Face's TrainingArguments, Accelerate and DeepSpeed are answered with what to write."""
+"""Keys and values of other frameworks are answered with what to write."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ ANSWERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "params": ({"lr": 1e-3, "torch_adam": True, "eps": 1e-6}, {"optimizer": {"lr": 1e-3, "eps": 1e-6}}),
     "tensor_model_parallel_size": (2, {"parallel": {"tensor": 2}}),
     "torch_compile": (True, {"compile": "block"}),
+    "strategy": ("deepspeed_stage_2_offload", {"zero": {"stage": 2}, "memory": {"placement": "host"}}),
+    "accumulate_grad_batches": (4, {"gradient_accumulation": 4}),
+    "gradient_clip_val": (0.5, {"clip_grad_norm": 0.5}),
+    "grad_clip": (1.0, {"clip_grad_norm": 1.0}),
+    "warmup_iters": (10, {"lr_scheduler": {"type": "cosine", "warmup_steps": 10, "total_steps": 1000}}),
+    "tp": (2, {"parallel": {"tensor": 2}}),
     "ddp_timeout": (1800, {"timeout_s": 1800}),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 
@@ -180,3 +181,47 @@ def saved(env: RankEnv, stage: int) -> tuple[str, str, float]:
 def test_a_model_is_pickled_after_its_engine_and_refused_while_it_trains(stage: int) -> None:
     for told, after, difference in run_world(saved, 2, stage):
         assert "torch.save(state, path) on one" in told and after == "" and difference < 1e-14
+
+
+# ---- what other frameworks leave in a loop ----
+
+
+def test_zero_grad_takes_what_torch_s_takes_and_refuses_zeros() -> None:
+    with cl.launch(SGD, rank=0, world_size=1) as context:
+        engine = cl.initialize(model(), context=context)
+        engine.backward(loss_of(engine(batch()[0])))
+        engine.zero_grad(set_to_none=True)
+        assert float(engine.train_step(batch()).loss) == float(loss_of(model()(batch()[0])).detach())
+        assert "set_to_none=False would keep gradients of 0" in told_of(
+            lambda: engine.zero_grad(set_to_none=False)
+        )
+
+
+def cut_before(env: RankEnv, by: str, stage: int) -> str:
+    """What initialize says of a model that FSDP has cut."""
+    with env.launch(SGD | dict(zero=dict(stage=stage))) as context:
+        torch.distributed.barrier()
+        given = FullyShardedDataParallel(model(), device_id=torch.device("cpu")) if by == "FSDP" else model()
+        if by == "fully_shard":
+            fully_shard(given)
+        return told_of(lambda: cl.initialize(given, context=context))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("by", ["FSDP", "fully_shard"])
+def test_a_model_that_another_framework_has_cut_is_refused_by_name(by: str, stage: int) -> None:
+    names = {
+        "FSDP": "it is a FullyShardedDataParallel",
+        "fully_shard": "0.weight is a DTensor and no plain tensor",
+    }
+    for told in run_world(cut_before, 2, by, stage):
+        assert f"model: {names[by]}" in told and "the module before that call, and zero.stage=3" in told
+
+
+def test_mixed_dtypes_that_autocast_makes_in_our_gpt_name_autocast() -> None:
+    shape = cl.models.GPTConfig(vocabulary=8, layers=1, heads=2, width=8, sequence=4)
+    with cl.launch(SGD | dict(precision="fp32"), rank=0, world_size=1) as context:
+        engine = cl.initialize(lambda: cl.models.GPT(shape), context=context)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            told = told_of(lambda: engine.train_step(batch()))
+        assert "torch.autocast makes them so: leave it out, and set precision of the config" in told
