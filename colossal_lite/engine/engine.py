@@ -57,7 +57,6 @@ from colossal_lite.engine.step_totals import (
 from colossal_lite.engine.stopping import StopPoint
 from colossal_lite.engine.update_watch import UpdateWatch
 from colossal_lite.engine.user_loop import UserLoop
-from colossal_lite.memory.packing import stages_of
 from colossal_lite.memory.pinned import give_back_freed
 from colossal_lite.numerics.lr_schedules import factor_by, learning_rate_factor
 from colossal_lite.numerics.precision import LossScale
@@ -658,7 +657,7 @@ class Engine:
     def _tied_reduce(self, action: Action) -> None:
         """Sum a chunk over the stages that use it, before it is sharded."""
         chunk = self._hooks.chunk(_chunk_of(action))
-        holders = self._stages.holders(stages_of(chunk.spec))
+        holders = self._stages.holders(chunk.spec.key.stages)
         self._runtime.comm.exchange_sum(chunk.completed(), holders, str(action))
 
     def _agree(self) -> StepTotals:

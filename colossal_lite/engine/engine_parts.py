@@ -26,7 +26,7 @@ from colossal_lite.layers import hugging_face
 from colossal_lite.layers.dropout_rows import unbind_dropout
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk
-from colossal_lite.memory.packing import ChunkSpec, trains
+from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.random import DropoutStreams
@@ -113,7 +113,7 @@ class Built:
     @property
     def packed(self) -> tuple[ChunkSpec, ...]:
         """Trainable chunks of the whole pipeline."""
-        return tuple(filter(trains, self.all_packed))
+        return tuple(spec for spec in self.all_packed if spec.key.trains)
 
     def apart(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
         """Parameters of this rank that are in no chunk: frozen, and in full on every rank."""

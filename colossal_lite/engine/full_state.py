@@ -24,7 +24,6 @@ from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.layers.layer_swap import cut_values
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk
-from colossal_lite.memory.packing import stages_of
 from colossal_lite.memory.transfers import to_device, to_host
 from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
 
@@ -120,7 +119,7 @@ class FullState:
             buffers: Mapping[str, Tensor] = {"model": chunk.local_shard}
             if isinstance(chunk, Chunk):
                 buffers = {"model": chunk.master, **self._optimizer.flat_state(chunk)}
-            flat_axes, is_copy = chunk.sharding_axes, not self._stages.is_first_holder(stages_of(chunk.spec))
+            flat_axes, is_copy = chunk.sharding_axes, not self._stages.is_first_holder(chunk.spec.key.stages)
             for entry in chunk.spec.entries:
                 local, start = chunk.part_of(entry) or (slice(0, 0), 0)
                 for kind, flat in buffers.items():

@@ -42,7 +42,7 @@ from colossal_lite.layers.tensor_modes import Form
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk, state_base
 from colossal_lite.memory.host_store import HostStore
-from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
+from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.transfers import buffers_to_device, to_device, to_host
 from colossal_lite.models import GPT
@@ -605,18 +605,18 @@ def _build_chunks(
         return to_device(cut_range(specs[name], layout, coords, fetch, start, stop), device)
 
     in_turn = {name: named[name] for name in order if name in named}
-    mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
+    mine = [spec for spec in packed if stages.is_holder(spec.key.stages)]
     if (base := config.memory.shared_base) is not None and config.memory.moves:
-        kept = [entry.name for spec in mine if not trains(spec) for entry in spec.entries]
+        kept = [entry.name for spec in mine if not spec.key.trains for entry in spec.entries]
         form = {name: (named[name].shape, precision.compute) for name in kept}
         state_base(records, base, form, context.mesh.world)
     chunks = build_chunks(
         in_turn, mine, specs, config, context.mesh, device,
-        lambda spec: stages.is_first_holder(stages_of(spec)), records, ops,
+        lambda spec: stages.is_first_holder(spec.key.stages), records, ops,
     )  # fmt: skip
     frozen = build_frozen(mine, config, context.mesh, device, records)
     for chunk in (*chunks, *frozen):
-        left = records.kept is not None and trains(chunk.spec)
+        left = records.kept is not None and chunk.spec.key.trains
         chunk.adopt(named, None if left else initial)
     packed_names = {entry.name for spec in packed for entry in spec.entries}
     for name in named.keys() - packed_names:

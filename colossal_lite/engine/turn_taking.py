@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from colossal_lite.engine.engine import Engine
-from colossal_lite.memory.packing import stages_of
 from colossal_lite.zero.stage_weights import StageGather
 
 BY_ITSELF = "by itself"
@@ -20,7 +19,7 @@ def turns_of(engine: Engine) -> Hashable | None:
     """Equal for engines that may take turns: the shared weights of each stage, and what orders their loads. BY_ITSELF
     for one that shares none, None for one that gathers no stages."""
     parts, config = engine._parts, engine.config
-    shared = [(stages_of(c.spec), c.record) for c in parts.built.frozen if c.shares_slots]
+    shared = [(c.spec.key.stages, c.record) for c in parts.built.frozen if c.shares_slots]
     if not isinstance(parts.weights, StageGather):
         return None
     if not shared:

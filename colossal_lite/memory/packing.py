@@ -16,7 +16,7 @@ ranks at 124 million, up to 128 at 1.3 thousand million.  Equal shards of full b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from colossal_lite.schedule.interval_packing import round_up
@@ -64,7 +64,7 @@ class Item:
 
     name: str
     numel: int
-    key: Hashable = ()
+    key: ChunkKey = ChunkKey(0)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ChunkSpec:
     `place`: among all chunks of a model by the forward position of their first entries."""
 
     id: int
-    key: Hashable
+    key: ChunkKey
     numel: int
     entries: tuple[Entry, ...]
     place: int = 0
@@ -104,18 +104,6 @@ class ChunkSpec:
         return part * length, (part + 1) * length
 
 
-def stages_of(spec: ChunkSpec) -> tuple[int, ...]:
-    """The pipeline stages that use a chunk; its gradient is summed over them."""
-    assert isinstance(spec.key, ChunkKey)
-    return spec.key.stages
-
-
-def trains(spec: ChunkSpec) -> bool:
-    """Whether the parameters of a chunk are trained, and not frozen."""
-    assert isinstance(spec.key, ChunkKey)
-    return spec.key.trains
-
-
 def _place(end: int, numel: int) -> int:
     """Where an entry of `numel` elements starts behind one that ends at `end`."""
     start = round_up(end, SHARD_BLOCK_NUMEL if numel >= SHARD_BLOCK_NUMEL else ENTRY_ALIGN_NUMEL)
@@ -127,7 +115,7 @@ def pack(
     items: Sequence[Item],
     *,
     target_numel: int,
-    parts: Callable[[Hashable], int] = lambda key: 1,
+    parts: Callable[[ChunkKey], int] = lambda key: 1,
     shard_numel: int = SHARD_BLOCK_NUMEL,
 ) -> tuple[ChunkSpec, ...]:
     """Place `items`, given in forward order, into chunks of about `target_numel` elements. Those of a key cut into
@@ -138,11 +126,11 @@ def pack(
     """
     assert target_numel > 0 and shard_numel > 0
     assert len({item.name for item in items}) == len(items), "a parameter is packed once"
-    open_entries: dict[Hashable, list[Entry]] = {}
-    closed: list[tuple[int, Hashable, list[Entry]]] = []
+    open_entries: dict[ChunkKey, list[Entry]] = {}
+    closed: list[tuple[int, ChunkKey, list[Entry]]] = []
     position = {item.name: i for i, item in enumerate(items)}
 
-    def close(key: Hashable) -> None:
+    def close(key: ChunkKey) -> None:
         if entries := open_entries.pop(key, None):
             closed.append((position[entries[0].name], key, entries))
 

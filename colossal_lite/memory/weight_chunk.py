@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.memory.link import Link, Transfer
-from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
+from colossal_lite.memory.packing import ChunkSpec, Entry
 from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import copied_to, copy_into, to_host
@@ -419,7 +419,6 @@ class WeightChunk:
         """Leaf axes whose ranks own other elements of this chunk."""
         if self.owned == (0, self.spec.numel):
             return ()
-        assert isinstance(self.spec.key, ChunkKey)
         return self.spec.key.shard_axes
 
     def part_of(self, entry: Entry) -> tuple[slice, int] | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from colossal_lite.distributed.communicator import Communicator
-from colossal_lite.memory.packing import ChunkKey, ChunkSpec, stages_of, trains
+from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.observe.schedule_report import ScheduleReport
 from colossal_lite.pipeline.stages import Stages
@@ -38,7 +38,7 @@ def shape_of(
     return StepShape(
         micro_batches=micro_batches,
         accumulation_steps=config.gradient_accumulation,
-        stages_per_rank=_by_stage(stages, filter(trains, packed)),
+        stages_per_rank=_by_stage(stages, (spec for spec in packed if spec.key.trains)),
         trainable=stages.trainable,
         reduce="visit" if sharding.by_visit else reduce,
         backward=backward,
@@ -54,7 +54,7 @@ def _by_stage(stages: Stages, packed: Iterable[ChunkSpec]) -> tuple[tuple[int, .
     """The chunks that each stage uses."""
     some = tuple(packed)
     return tuple(
-        tuple(spec.id for spec in some if stage in stages_of(spec)) for stage in sorted(stages.placement)
+        tuple(spec.id for spec in some if stage in spec.key.stages) for stage in sorted(stages.placement)
     )
 
 
@@ -67,7 +67,6 @@ def _weights_of(
         return None
     sharded, near = list[ChunkSpec](), set[int]()
     for spec in packed:
-        assert isinstance(spec.key, ChunkKey)
         over = layout.size(*spec.key.shard_axes)
         sharded += [spec] if over > 1 or config.memory.moves else []
         near |= {spec.id} if layout.size(*spec.key.near_axes) < over else set()
@@ -75,7 +74,7 @@ def _weights_of(
     keeps = zero.reshard_after_forward is False
     if on_host is None:
         held = sharded if config.memory.moves else []
-        on_host = frozenset((rank, spec.id) for spec in held for rank in stages.holders(stages_of(spec)))
+        on_host = frozenset((rank, spec.id) for spec in held for rank in stages.holders(spec.key.stages))
     return StageWeights(_by_stage(stages, sharded), zero.prefetch, not keeps, frozenset(near), on_host)
 
 

@@ -19,7 +19,7 @@ from colossal_lite.config.pipeline_schema import PipelineConfig
 from colossal_lite.data.loader import cut
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
-from colossal_lite.memory.packing import ChunkSpec, stages_of, trains
+from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
@@ -66,10 +66,10 @@ def staged_plan(
     stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"), None, units and units.on(module))
     whole = dry.whole(module, done)
     packed = whole.packed(config, mesh.layout, stages.homes)
-    mine = [spec for spec in packed if stages.is_holder(stages_of(spec))]
+    mine = [spec for spec in packed if stages.is_holder(spec.key.stages)]
     chunks = build_chunks(
         whole.trainable, mine, whole.specs, config, mesh, META,
-        lambda spec: stages.is_first_holder(stages_of(spec)),
+        lambda spec: stages.is_first_holder(spec.key.stages),
     )  # fmt: skip
     frozen = build_frozen(mine, config, mesh, META)
     shape = shape_of(config, mesh.layout, stages, packed, count)
@@ -156,7 +156,7 @@ def _record_pipeline(
         size = 0 if action.micro_batch is None else pieces[action.micro_batch]
         if action.kind is ActionKind.TIED_REDUCE:
             chunk = of[action.chunk or 0]
-            for _ in range(len(stages.holders(stages_of(chunk.spec))) - 1):
+            for _ in range(len(stages.holders(chunk.spec.key.stages)) - 1):
                 mesh.ledger.add("send", axis, bytes_of(chunk.completed()))
         elif action.kind is ActionKind.UNSHARD:
             record_gather(weights[action.chunk], near=action.resource == FROM_NEAR)
@@ -179,7 +179,7 @@ def _record_pipeline(
         mesh.world.all_reduce(torch.empty(3, dtype=torch.float64, device=META))  # loss, weight, apart
     for chunk in chunks if not sharding.updates_in_backward else ():
         chunk.conclude()
-    record_agreement(chunks, [*filter(trains, packed)], sharding, mesh, whole)
+    record_agreement(chunks, [spec for spec in packed if spec.key.trains], sharding, mesh, whole)
 
 
 def _pipeline_memory(
@@ -190,7 +190,7 @@ def _pipeline_memory(
     """As `memory_rows`, at the fullest moment of the list, with `slots` of messages; `tokens` of a sample."""
     # Other ranks' gradients of a tied chunk are received beside it and summed in a buffer of their own.
     tied = {
-        chunk.spec.id: len(stages.holders(stages_of(chunk.spec))) * _whole_bytes(chunk) for chunk in chunks
+        chunk.spec.id: len(stages.holders(chunk.spec.key.stages)) * _whole_bytes(chunk) for chunk in chunks
     }
     walk = Walk(
         actions, stages.placement, lambda stage, i: costs[pieces[i]][stage] if pieces[i] else None, tied
@@ -229,7 +229,7 @@ def _unread(
     def sent_bytes(action: Action, header_bytes: int) -> int:
         if action.kind is ActionKind.TIED_REDUCE:
             chunk = of[action.chunk or 0]
-            return (len(stages.holders(stages_of(chunk.spec))) - 1) * _whole_bytes(chunk)
+            return (len(stages.holders(chunk.spec.key.stages)) - 1) * _whole_bytes(chunk)
         if not pieces[action.micro_batch or 0]:
             return 0
         source = (action.stage or 0) - (action.kind is ActionKind.SEND_B)

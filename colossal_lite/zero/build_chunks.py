@@ -30,8 +30,6 @@ from colossal_lite.memory.packing import (
     ChunkSpec,
     Item,
     pack,
-    stages_of,
-    trains,
 )
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import Groups, WeightChunk
@@ -117,12 +115,12 @@ def pack_chunks(
             if n in groups or sharding.weight
         ],
         target_numel=max(1, chunk_bytes // wide_as(precision.master).itemsize),
-        parts=lambda key: layout.size(*key.sync_axes) if isinstance(key, ChunkKey) else 1,
+        parts=lambda key: layout.size(*key.sync_axes),
         shard_numel=SHARD_BLOCK_NUMEL if sharding.ordered else SHARD_ALIGN_NUMEL,
     )
     return tuple(
         replace(spec, id=i)
-        for i, spec in enumerate(sorted(packed, key=lambda spec: (not trains(spec), spec.id)))
+        for i, spec in enumerate(sorted(packed, key=lambda spec: (not spec.key.trains, spec.id)))
     )
 
 
@@ -141,7 +139,7 @@ def build_chunks(
 
     `names`: its trainable parameters, and perhaps others, in forward order; `counts`: whether of the pipeline ranks
     with a chunk this one adds to the norm."""
-    packed = [spec for spec in packed if trains(spec)]
+    packed = [spec for spec in packed if spec.key.trains]
     precision = Precision.of(config.precision)
     sharding = sharding_of(config)
     records = records or TaskRecords("", device)
@@ -188,7 +186,7 @@ def build_frozen(
             shard_value=sharding.weight, on_host=records if config.memory.moves else None,
         )
         for spec in packed
-        if not trains(spec)
+        if not spec.key.trains
     )  # fmt: skip
     for chunk in found:
         chunk.base, chunk.world = config.memory.shared_base, mesh.world
@@ -265,7 +263,7 @@ def _slots(
     The stages on a rank of a pipeline run one after the other; a chunk of several stages accumulates all step."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for index, spec in enumerate(packed):
-        groups.setdefault(stages_of(spec), []).append(index)
+        groups.setdefault(spec.key.stages, []).append(index)
     fill: dict[int, LiveInterval] = {}
     own = [indices for stages, indices in groups.items() if len(stages) == 1]
     turns = list(in_turn([_fill_of([packed[i] for i in part], names, sharding, in_flight) for part in own]))
@@ -304,7 +302,6 @@ def _fill_of(
 
 def _groups(spec: ChunkSpec, mesh: Mesh) -> Groups:
     key, data = spec.key, mesh.layout.leaf_names("data")
-    assert isinstance(key, ChunkKey)
 
     def along(names: Sequence[str]) -> Communicator:
         if len(data) > 1 and {*data} <= {*names}:

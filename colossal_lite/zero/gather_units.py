@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from colossal_lite.memory.packing import ChunkKey, trains
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.schedule.gather_plan import GatherPlan, Needs, Trace, gather_plan
 
@@ -21,7 +20,6 @@ def units_of(chunks: Sequence[WeightChunk]) -> dict[int, Needs]:
     first: dict[int | str, int] = {}
     for chunk in sorted(chunks, key=lambda chunk: chunk.spec.place):
         key, own = chunk.spec.key, chunk.spec.id
-        assert isinstance(key, ChunkKey)
         if not chunk.is_sharded:
             continue
         units[own] = {own}
@@ -57,7 +55,7 @@ def plan_of(
 ) -> GatherPlan:
     """Plans the gathers of these chunks, in the order of their ids, by this trace."""
     units = units_of(chunks)
-    num_trained = sum(trains(chunk.spec) for chunk in chunks)
+    num_trained = sum(chunk.spec.key.trains for chunk in chunks)
     numels = {chunk.spec.id: chunk.spec.numel for chunk in chunks if chunk.is_sharded}
     on_host = frozenset(chunk.spec.id for chunk in chunks if chunk.weights_at_rest is not None)
     return gather_plan(

@@ -18,7 +18,7 @@ from torch import Tensor
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.gradient_squares import blocks_of
-from colossal_lite.memory.packing import ChunkKey, ChunkSpec, Entry
+from colossal_lite.memory.packing import ChunkSpec, Entry
 
 
 def squares_of(
@@ -71,7 +71,6 @@ def in_order(packed: Sequence[ChunkSpec], names: Iterable[str]) -> tuple[Entry, 
 
 def _section(chunk: Chunk, mesh: Mesh) -> int:
     """Coordinate on the tensor axis of the first rank that holds the same sums of this chunk as this rank."""
-    assert isinstance(chunk.spec.key, ChunkKey)
     section = 0
     for leaf in mesh.layout.leaves:
         if leaf.name.split(".")[0] == "tensor":

@@ -25,7 +25,6 @@ from weakref import ref
 from torch import Tensor, nn
 
 from colossal_lite.memory.chunk import Chunk, GradientState
-from colossal_lite.memory.packing import stages_of
 from colossal_lite.schedule.step_moments import sums_in_flight
 from colossal_lite.zero.held_gradient import HeldGradients
 
@@ -284,7 +283,7 @@ class StageHooks:
         groups: dict[tuple[int, ...], list[Chunk]] = {}
         self._place: dict[int, tuple[tuple[int, ...], int]] = {}
         for chunk in chunks:
-            stages = stages_of(chunk.spec)
+            stages = chunk.spec.key.stages
             self._place[chunk.spec.id] = stages, len(groups.setdefault(stages, []))
             groups[stages].append(chunk)
         self._chunks = {chunk.spec.id: chunk for chunk in chunks}

@@ -33,7 +33,6 @@ from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.copy_streams import ALL_AS_THEY_COPY, LinkSpeeds
 from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.local_shard import LocalShard
-from colossal_lite.memory.packing import ChunkKey
 from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import copied_to, sent_back
@@ -223,7 +222,6 @@ class ChunkOptimizer(OptimizerState):
         return self._groups[-1].lr
 
     def group_of(self, chunk: Chunk) -> Group:
-        assert isinstance(chunk.spec.key, ChunkKey)
         return self._groups[chunk.spec.key.group]
 
     def update(self, chunk: Chunk, used: Sequence[bool], *, factor: float, grad_scale: float) -> None:

@@ -19,7 +19,6 @@ from colossal_lite.config.schema import ZeroConfig
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk
-from colossal_lite.memory.packing import stages_of
 from colossal_lite.memory.weight_chunk import SavedView, WeightChunk
 from colossal_lite.numerics.torch_modes import without_modes
 from colossal_lite.schedule.abreast import begins
@@ -54,7 +53,7 @@ class StageGather(ShardedWeights):
         self._begins: Iterator[bool] = iter(())
         self._of_stage: dict[int, list[WeightChunk]] = {}
         for chunk in self._all.values():
-            for stage in stages_of(chunk.spec) if chunk.is_sharded else ():
+            for stage in chunk.spec.key.stages if chunk.is_sharded else ():
                 self._of_stage.setdefault(stage, []).append(chunk)
 
     def follow(self, actions: Sequence[Action]) -> None:
@@ -126,7 +125,7 @@ class StageGather(ShardedWeights):
             yield
 
     def _refuse_read(self, chunk: WeightChunk) -> None:
-        if not self._is_traced or self._stage in stages_of(chunk.spec):
+        if not self._is_traced or self._stage in chunk.spec.key.stages:
             super()._refuse_read(chunk)
 
     @property

@@ -20,7 +20,6 @@ from colossal_lite.many.turnstile import Turnstile
 from colossal_lite.memory.frozen_records import FrozenRecord
 from colossal_lite.memory.frozen_slots import FrozenSlots
 from colossal_lite.memory.link import Transfer
-from colossal_lite.memory.packing import stages_of
 from colossal_lite.schedule.abreast import abreast, begins, memory_of, turns
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.plan import Action, ActionKind, Plan, PlanError, Shape
@@ -208,7 +207,7 @@ def lists_of(env: RankEnv, cases: Sequence[Case]) -> Any:
         [*steps(engine, replace(case, steps=1))]
         built = engine._parts.built
         reads = {
-            stage: [c.spec.id for c in (*built.chunks, *built.frozen) if stage in stages_of(c.spec)]
+            stage: [c.spec.id for c in (*built.chunks, *built.frozen) if stage in c.spec.key.stages]
             for stage in range(4)
         }
         numbers = {chunk.spec.id: n for n, chunk in enumerate(built.frozen)}

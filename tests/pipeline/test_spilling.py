@@ -12,7 +12,6 @@ from torch import nn
 
 import colossal_lite as cl
 from colossal_lite.config.pipeline_schema import PipelineConfig
-from colossal_lite.memory.packing import stages_of
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.pipeline.step_plan import StepShape, step_plan
 from colossal_lite.schedule.checker import check
@@ -67,7 +66,7 @@ def trained(env: RankEnv, case: Case) -> Any:
         rows = [
             row for row in engine.memory_report() if not row.now_bytes == row.peak_bytes == row.forecast_bytes
         ]
-        return found, moved, rows, [(stages_of(chunk.spec), chunk.spec.numel) for chunk in engine._chunks]
+        return found, moved, rows, [(chunk.spec.key.stages, chunk.spec.numel) for chunk in engine._chunks]
 
 
 ADAMW = dict(optimizer=dict(type="adamw", lr=1e-2), precision="bf16", clip_grad_norm=0.05)
