@@ -27,10 +27,8 @@ only the buffers of backward share an arena.  Take a 124M GPT in bf16 on 2 ranks
 - messages of a pipeline, and whatever is on the host.
 
 Note: high water.
-Planned and measured peaks are counted apart. They are the furthest byte in use, and the most bytes in use at once, in
-total and of each kind.  In a right plan both are equal.  Memory that is never taken, or for too long, is a wrong plan
-though no number is wrong.  A buffer that a copy removes counts as present until its planned end.
-Cost: a sum over the buffers in use, at each allocation.
+Planned and measured peaks, the furthest bytes in use, are counted apart.  In a right plan both are equal.  Memory that
+is never taken, or for too long, is a wrong plan though no number is wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ from colossal_lite.schedule.interval_packing import (
     ArenaPlan,
     LiveInterval,
     LiveRange,
-    held_live_ranges,
     pack_live_ranges,
 )
 
@@ -59,16 +56,13 @@ class Arena:
 
     def __init__(self, plan: ArenaPlan, device: torch.device) -> None:
         self.plan = plan
-        self.most_bytes = self.most_held_bytes = 0
-        """Measured: up to the furthest byte taken, and of the buffers that existed at once."""
+        self.most_bytes = 0
+        """Measured, up to the furthest byte taken."""
         self._stays = {(live_range.what, live_range.number): live_range for live_range in plan.live_ranges}
         self._starts = dict(zip(self._stays, plan.offsets, strict=True))
-        self._is_of_one_kind = len({live_range.what for live_range in plan.live_ranges}) == 1
         self._room = zeros_on(device, plan.bytes, torch.uint8)
         self._taken: dict[Key, None] = {}
         self._left: dict[Key, tuple[Transfer, ...]] = {}
-        self._leaving: dict[str, tuple[Key, Transfer]] = {}
-        """By kind: the last buffer that a transfer removes, and that transfer."""
 
     @property
     def bytes(self) -> int:
@@ -93,33 +87,14 @@ class Arena:
             if start <= first and end <= stop:
                 del self._left[other]  # the next user of these bytes waits for `key`, and so for these
         self._taken[key] = None
-        for what, (last, transfer) in tuple(self._leaving.items()):
-            if transfer in before or not self._is_beside(self._stays[last], self._stays[key]):
-                del self._leaving[what]
         self.most_bytes = max(self.most_bytes, stop)
-        self.most_held_bytes = max(
-            self.most_held_bytes, sum(self.plan.sized(self._stays[k]) for k in self.here)
-        )
         return self._room[start:stop], before
 
     def give(self, key: Key, *last: Transfer) -> None:
         """Give a buffer back; its bytes may be written when `last` are done."""
         del self._taken[key]
-        self._leaving.pop(key[0], None)
         if last:
             self._left[key] = last
-            self._leaving[key[0]] = key, last[-1]
-
-    @property
-    def here(self) -> list[Key]:
-        """Buffers that are taken, or that a transfer is removing."""
-        return [*self._taken, *(key for key, _ in self._leaving.values() if key not in self._taken)]
-
-    def _is_beside(self, leaving: LiveRange, come: LiveRange) -> bool:
-        """Whether the plan still has `leaving` when `come` begins. In an arena of one kind the order may be the
-        reverse."""
-        last = come.stop if self._is_of_one_kind else come.comes
-        return leaving.start <= last and come.comes <= leaving.stop
 
     def _meet(self, one: Key, other: Key) -> bool:
         (start, stop), (first, end) = self.span(one), self.span(other)
@@ -137,9 +112,7 @@ class ArenaAllocator:
         """`live_ranges` of one kind; `arena`: that has offsets for them; None: one of their own. `grows`: where the
         bytes are taken, a further buffer is allocated."""
         self._dtype, self._device, self._grows = dtype, device, grows
-        self._keep(live_ranges)
-        self.most_held_bytes = 0
-        """The same, measured."""
+        self._stays = {live_range.number: live_range for live_range in live_ranges}
         self._own = Arena(pack_live_ranges(live_ranges, 1), device) if arena is None else None
         self._arena = self._own or arena
         self._taken: dict[int, Tensor | None] = {}  # number -> the further buffer that it has, or None
@@ -151,16 +124,10 @@ class ArenaAllocator:
     def replan(self, live_ranges: Sequence[LiveRange]) -> None:
         """Use these live ranges, of the same numbers, from now on; in a shared arena, from when it is joined."""
         self.shrink()
-        self._keep(live_ranges)
+        self._stays = {live_range.number: live_range for live_range in live_ranges}
         if self._own is not None:
             self._own = self._arena = None  # before there is another
             self._own = self._arena = Arena(pack_live_ranges(live_ranges, 1), self._device)
-
-    def _keep(self, live_ranges: Sequence[LiveRange]) -> None:
-        self._stays = {live_range.number: live_range for live_range in live_ranges}
-        self._kinds = {live_range.what for live_range in live_ranges}
-        self.planned_held_bytes = held_live_ranges(live_ranges, 1)
-        """Most bytes at once, by the plan."""
 
     def join(self, arena: Arena | None) -> None:
         """Allocate in `arena` from now on, and free the own one; None: in none until this is called again. No buffer
@@ -206,7 +173,7 @@ class ArenaAllocator:
         """Free further buffers and reset the counts; no buffer may be taken."""
         assert not self._taken, f"slots {sorted(self._taken)} are in use"
         self._spare.clear()
-        self._further_bytes = self.most_bytes = self.most_held_bytes = 0
+        self._further_bytes = self.most_bytes = 0
 
     @property
     def live_ranges(self) -> tuple[LiveRange, ...]:
@@ -236,9 +203,6 @@ class ArenaAllocator:
             planned = [n for n, further in self._taken.items() if further is None and self._stays[n].bytes]
             reached = max((arena.span((self._stays[n].what, n))[1] for n in planned), default=0)
         self.most_bytes = max(self.most_bytes, reached + beyond)
-        here = sum(self._stays[number].bytes for what, number in arena.here if what in self._kinds)
-        further = sum(self._stays[n].bytes for n, further in self._taken.items() if further is not None)
-        self.most_held_bytes = max(self.most_held_bytes, here + further)
 
 
 def slots(

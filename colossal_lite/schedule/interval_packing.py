@@ -193,11 +193,6 @@ def packed_apart(plan: ArenaPlan, longer: Mapping[tuple[str, int], LiveRange]) -
     return replace(plan, offsets=found.offsets) if found.bytes == plan.bytes else plan
 
 
-def held_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_ALIGN_BYTES) -> int:
-    """The least that an arena of these live ranges takes: what exists at the worst moment."""
-    return most_held([live_range.sized(align_bytes) for live_range in live_ranges])
-
-
 def most_at_once(chunks: Collection[int], width: int) -> int:
     """The most of these chunks among any `width` in a row: those that are fetched, updated or written back at once."""
     some = sorted({*chunks})

@@ -42,8 +42,8 @@ class ShardedWeights(ForwardGates):
         self._slots_in: set[int] = set()
         """Identities of the storages of both arenas; empty while there is none."""
         self._most_shared_numel = 0
-        self.most_numel = self.most_held_numel = 0
-        """Elements of the arena up to the furthest that was used, and the most that were used at once."""
+        self.most_numel = 0
+        """Elements of the arena up to the furthest that was used."""
         self._resident: dict[int, int] = {}  # chunk -> offset
         self._has_part: set[int] = set()  # chunks whose parts the neighbours hold
         self._wanted: dict[int, int] = {}  # chunk -> offset, of one that is fetched when its update has run
@@ -193,8 +193,6 @@ class ShardedWeights(ForwardGates):
     def _count(self, stop: int) -> None:
         """The arena is used up to element `stop`."""
         self.most_numel = max(self.most_numel, stop)
-        held = sum(self._all[index].spec.numel for index in self._resident)
-        self.most_held_numel = max(self.most_held_numel, held)
 
     def _gather(self, index: int) -> None:
         """Start to gather the other shards, if that has not begun."""

@@ -24,6 +24,7 @@ from colossal_lite.memory.arena import ArenaAllocator
 from colossal_lite.memory.copy_streams import LinkSpeed, StreamExecutor, ThreadExecutor
 from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.schedule.interval_packing import visits
+from tests.shared.held_at_once import held_at_once, planned_at_once
 from tests.shared.streams import Recorder
 
 
@@ -437,26 +438,29 @@ def test_visitors_are_apart_while_they_are_there_and_come_when_whoever_was_in_th
         [] for _ in range(places.planned_bytes // 4)
     ]  # of each element, all who have left it
     waited: dict[int, set[Leaving]] = {}
-    for _ in range(3):
-        coming = sorted(sizes)
-        for turn in range(15):
-            while coming and coming[0] <= turn + width - 2:
-                number = coming.pop(0)
-                start, stop = spans[number]
-                assert stop - start == sizes[number] and places.planned_bytes >= 4 * stop
-                assert all(stop <= spans[n][0] or spans[n][1] <= start for n in waited), "two in one place"
-                _, before = places.take(number)
-                known: set[Any] = {*before}.union(*(each.before for each in before))  # type: ignore[attr-defined]
-                assert known >= {leaving for element in left[start:stop] for leaving in element}
-                waited[number] = known
-            if turn in waited:
-                gone = Leaving(waited.pop(turn))
-                for element in left[slice(*spans[turn])]:
-                    element.append(gone)
-                places.give(turn, gone)  # type: ignore[arg-type]
+    with held_at_once() as held:
+        for _ in range(3):
+            coming = sorted(sizes)
+            for turn in range(15):
+                while coming and coming[0] <= turn + width - 2:
+                    number = coming.pop(0)
+                    start, stop = spans[number]
+                    assert stop - start == sizes[number] and places.planned_bytes >= 4 * stop
+                    assert all(stop <= spans[n][0] or spans[n][1] <= start for n in waited), (
+                        "two in one place"
+                    )
+                    _, before = places.take(number)
+                    known: set[Any] = {*before}.union(*(each.before for each in before))  # type: ignore[attr-defined]
+                    assert known >= {leaving for element in left[start:stop] for leaving in element}
+                    waited[number] = known
+                if turn in waited:
+                    gone = Leaving(waited.pop(turn))
+                    for element in left[slice(*spans[turn])]:
+                        element.append(gone)
+                    places.give(turn, gone)  # type: ignore[arg-type]
     assert not waited
     window = max(sum(sizes.get(n + k, 0) for k in range(width)) for n in sizes)
-    assert places.most_held_bytes == places.planned_held_bytes == arena.most_held_bytes == 4 * window
+    assert held[places] == planned_at_once(places) == held[arena] == 4 * window
     assert 4 * window <= places.planned_bytes == places.most_bytes == arena.most_bytes
     assert places.planned_bytes <= 4 * sum(sizes.values())
 
@@ -464,7 +468,7 @@ def test_visitors_are_apart_while_they_are_there_and_come_when_whoever_was_in_th
 def test_equal_visitors_in_a_row_take_as_many_places_as_there_are_of_them_at_once() -> None:
     for width in (2, 3, 5):
         places = places_of(dict.fromkeys(range(20), 8), width)
-        assert places.planned_bytes == 4 * width * 8 == places.planned_held_bytes
+        assert places.planned_bytes == 4 * width * 8 == planned_at_once(places)
 
 
 def test_one_large_visitor_among_small_ones_has_one_large_place() -> None:

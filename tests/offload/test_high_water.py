@@ -29,6 +29,7 @@ from colossal_lite.zero.build_chunks import slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.sharded_weights import ParameterGather
 from tests.shared.covering import covering_array, name_of
+from tests.shared.held_at_once import HeldAtOnce, held_at_once, planned_at_once
 from tests.shared.parity import Case, start
 from tests.shared.pool import RankEnv, run_world
 from tests.zero.test_memory_budget import DEEP, config_of, memory_of
@@ -111,17 +112,17 @@ def time_shared(chunks: Sequence[Chunk]) -> tuple[ArenaAllocator, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def held_of(engine: Engine) -> list[tuple[int, int]]:
+def held_of(engine: Engine, held_bytes: HeldAtOnce) -> list[tuple[int, int]]:
     """Of each kind of slots, and of the arena that kinds share: most bytes at once, measured and planned."""
     optimizer, weights = engine._optimizer, engine._weights
     assert isinstance(optimizer, ChunkOptimizer)
     kinds = (*slots_of(engine._chunks), *optimizer.staging_places, *time_shared(engine._chunks))
-    held = [(places.most_held_bytes, places.planned_held_bytes) for places in kinds]
+    held = [(held_bytes[places], planned_at_once(places)) for places in kinds]
     if (arena := optimizer.arena) is not None:
-        held.append((arena.most_held_bytes, arena.plan.held_bytes))
+        held.append((held_bytes[arena], arena.plan.held_bytes))
     if isinstance(weights, ParameterGather):
         assert weights.plan is not None
-        held.append((weights.most_held_numel, weights.plan.live_numel))
+        held.append((held_bytes[weights], weights.plan.live_numel))
     return held
 
 
@@ -131,6 +132,7 @@ def used(env: RankEnv, case: Case, placement: str, directory: str, faults: tuple
         for fault in faults:
             target, name, value = FAULTS[fault][0]()
             planted.enter_context(patch.object(target, name, value))
+        held = planted.enter_context(held_at_once())
         memory = memory_of(env, case, placement, directory)
         with env.launch(replace(case, config=dict(case.config) | dict(memory=memory)).full_config) as context:
             engine = start(case, context)
@@ -141,7 +143,7 @@ def used(env: RankEnv, case: Case, placement: str, directory: str, faults: tuple
                 with mode if number == 2 else nullcontext():
                     engine.train_step(batch)
             engine._state.rest()
-            return Found(engine.memory_report(), tuple(held_of(engine)), tuple(sorted(mode.lines)))
+            return Found(engine.memory_report(), tuple(held_of(engine, held)), tuple(sorted(mode.lines)))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)

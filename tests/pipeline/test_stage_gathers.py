@@ -27,6 +27,7 @@ from colossal_lite.zero import stage_weights
 from colossal_lite.zero.stage_weights import StageGather
 from tests.planner.test_planner import assert_predicted
 from tests.shared.covering import Choice, covering_array, name_of
+from tests.shared.held_at_once import held_at_once
 from tests.shared.parity import (
     Case,
     Step,
@@ -179,7 +180,7 @@ def test_a_saved_view_is_right_though_weights_move_between_forward_and_backward(
 
 
 def looked_at(env: RankEnv, case: Case) -> dict[str, Any]:
-    with env.launch(case.full_config) as context:
+    with env.launch(case.full_config) as context, held_at_once() as held_numel:
         engine = start(case, context)
         batch = tuple(part[context.local_batch(case.global_batch)] for part in case.batch(0))
         for _ in range(2):
@@ -189,7 +190,7 @@ def looked_at(env: RankEnv, case: Case) -> dict[str, Any]:
         rows = {(r.operation, r.axis): (r.calls, r.payload_bytes) for r in engine.ledger.rows()}
         listed = [str(a) for a in engine._runtime.plan[engine._runtime.comm.coord]]  # type: ignore[index]
         memory = {row.kind: (row.peak_bytes, row.forecast_bytes) for row in engine.memory_report()}
-        held = weights.most_held_numel, weights.slots.live_numel
+        held = held_numel[weights], weights.slots.live_numel
         numels = {c.spec.id: (c.spec.numel, c.types.compute.itemsize) for c in engine._chunks}
         evaluated = float(engine.eval_step(batch))
         with pytest.raises(
