@@ -26,39 +26,18 @@ from torch import Tensor
 from colossal_lite.memory.copy_streams import CopyExecutor, Event, ended
 
 
-class Request:
-    """The work of a copy that has not begun, and its result."""
-
-    def __init__(self, begin: Callable[[], Event | None]) -> None:
-        self._begin: Callable[[], Event | None] | None = begin
-        self.future: Future[Event | None] = Future()
-
-    def serve(self) -> None:
-        """Run the work; an error is raised in the thread that waits."""
-        begin = self._begin
-        assert begin is not None, "the request was served or dropped before"
-        self.drop()
-        try:
-            event = begin()
-        except BaseException as error:
-            self.future.set_exception(error)
-            if not isinstance(error, Exception):  # an interrupt of the requesting thread
-                raise
-        else:
-            self.future.set_result(event)
-
-    def drop(self) -> None:
-        """Drop the work and its tensors."""
-        self._begin = None
-
-
 class Transfer:
     """A copy in flight. Its errors are raised in the thread that waits for it."""
 
     def __init__(
-        self, link: Link, request: Request, after: Sequence[Transfer], is_prefetch: bool, size_bytes: int
-    ) -> None:
-        self.link, self.request, self.after, self.size_bytes = link, request, tuple(after), size_bytes
+        self, link: Link, begin: Callable[[], Event | None], after: Sequence[Transfer], is_prefetch: bool,
+        size_bytes: int,
+    ) -> None:  # fmt: skip
+        """`begin`: the work, which returns the event of its end, or None where it has ended."""
+        self.link, self.after, self.size_bytes = link, tuple(after), size_bytes
+        self._begin: Callable[[], Event | None] | None = begin
+        self.future: Future[Event | None] = Future()
+        """What `begin` has returned or raised."""
         self.is_prefetch = is_prefetch
         """Whether demanded copies may overtake it: no thread waits for it, and no later copy relies on its order."""
         self.is_revoked = False
@@ -104,9 +83,22 @@ class Transfer:
             link.moved_bytes -= self.size_bytes
             self.is_revoked = True
             link._changed.notify_all()
-        self.request.drop()
-        self.request.future.set_result(None)
+        self._begin = None
+        self.future.set_result(None)
         return True
+
+    def serve(self) -> None:
+        """Run the work, which is dropped with its tensors; an error is raised in the thread that waits."""
+        begin, self._begin = self._begin, None
+        assert begin is not None, "the copy was served or revoked before"
+        try:
+            event = begin()
+        except BaseException as error:
+            self.future.set_exception(error)
+            if not isinstance(error, Exception):  # an interrupt of the requesting thread
+                raise
+        else:
+            self.future.set_result(event)
 
     def roots(self) -> Iterator[Transfer]:
         """The copies that must end before its successors begin: itself, or, if revoked, those that it comes after."""
@@ -125,12 +117,12 @@ class Transfer:
     @property
     def is_handed(self) -> bool:
         """Whether its executor was given it, or it has ended or was revoked."""
-        return self.request.future.done()
+        return self.future.done()
 
     def handed(self) -> Event | None:
         """Wait until its executor was given it: the event of its end, or None where it has ended."""
         try:
-            return self.request.future.result(timeout=self.link.timeout_s)
+            return self.future.result(timeout=self.link.timeout_s)
         except TimeoutError as error:
             if self.is_handed:  # the copy's own
                 raise
@@ -182,8 +174,8 @@ class Link:
     ) -> Transfer:  # fmt: skip
         """As `copy`, where `work` moves the `size_bytes`."""
         told = then if not self.executor.on_stream else None
-        request = Request(partial(self._begin, work, size_bytes, after, self.executor.now(), told))
-        transfer = Transfer(self, request, after, prefetch, size_bytes)
+        begin = partial(self._begin, work, size_bytes, after, self.executor.now(), told)
+        transfer = Transfer(self, begin, after, prefetch, size_bytes)
         if not prefetch:
             for each in after:
                 each.expedite()
@@ -228,11 +220,7 @@ class Link:
             self._teller.shutdown(wait=False, cancel_futures=True)
             return
         self._thread.shutdown()
-        if (
-            self.executor.on_stream
-            and self._last is not None
-            and self._last.request.future.exception() is None
-        ):
+        if self.executor.on_stream and self._last is not None and self._last.future.exception() is None:
             self._last.finish()
         self._teller.shutdown()
 
@@ -260,7 +248,7 @@ class Link:
                     new = set[Transfer]().union(*missing.values()) - watched
                     watched |= new
                     for root in new:
-                        root.request.future.add_done_callback(self._wake)
+                        root.future.add_done_callback(self._wake)
                     if not new:
                         self._changed.wait(left_s)
                     continue
@@ -278,7 +266,7 @@ class Link:
 
     def _serve(self, transfer: Transfer) -> None:
         try:
-            transfer.request.serve()
+            transfer.serve()
         finally:
             transfer.after = ()  # else each would hold all before it
             with self._changed:

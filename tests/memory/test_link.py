@@ -161,7 +161,7 @@ def test_a_demanded_copy_that_waits_for_another_link_lets_only_older_prefetches_
     into = held.ask("up", "into", after=(out,))
     younger = held.ask("up", "younger", **AHEAD)
     held.let()
-    assert older.request.future.result(timeout=10) is None
+    assert older.future.result(timeout=10) is None
     assert held.ran == ["older"] and not into.is_handed and not younger.is_handed
     down.let()
     assert held.close() == ["older", "into", "younger"] and down.close() == ["out"]
@@ -244,11 +244,11 @@ class EndsUnseen(Transfer):
 
     @property
     def is_handed(self) -> bool:
-        ended = self.request.future.done()
+        ended = self.future.done()
         if not ended and threading.current_thread() is not threading.main_thread():
             self.asked += 1
             if self.asked == 2:
-                self.request.future.set_result(None)
+                self.future.set_result(None)
         return ended
 
 
@@ -256,9 +256,9 @@ def test_a_copy_whose_predecessor_ends_while_it_is_looked_at_begins(links: list[
     """Else nobody wakes the thread, as it once happened on a busy machine."""
     other, link = Link("down", ThreadExecutor()), Link("up", ThreadExecutor(), timeout_s=5.0)
     links += [other, link]
-    before = EndsUnseen(other, link_module.Request(lambda: None), (), False, 0)
+    before = EndsUnseen(other, lambda: None, (), False, 0)
     copy = link.run(lambda: None, 0, after=(before,))
-    copy.request.future.result(timeout=2.5)
+    copy.future.result(timeout=2.5)
     assert before.is_handed and copy.is_handed
 
 

@@ -135,7 +135,7 @@ def _copied_at_once(
     original: Any, self: Any, target: Any, source: Any, *, after: Any = (), **more: Any
 ) -> Any:
     for transfer in after:
-        transfer.request.future.exception()
+        transfer.future.exception()
     return original(self, target, source, **more)
 
 

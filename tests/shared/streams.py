@@ -207,10 +207,10 @@ class Recorder:
                 future.result = known  # type: ignore[method-assign]
                 return future
 
-        class Request(link.Request):
+        class Transfer(link.Transfer):
             """Hands over what the thread that asks knows, and to who wants its end what the one that served it does."""
 
-            def __init__(self, begin: Callable[[], Any]) -> None:
+            def __init__(self, on: link.Link, begin: Callable[[], Any], *form: Any) -> None:
                 begins, ends = FakeEvent(recorder), FakeEvent(recorder)
                 recorder.note("record", recorder.thread, "asked", begins.number)
 
@@ -221,7 +221,7 @@ class Recorder:
                     finally:
                         recorder.note("record", recorder.thread, "served", ends.number)
 
-                super().__init__(watched)
+                super().__init__(on, watched, *form)
                 result = self.future.result
 
                 def known(timeout: float | None = None) -> Any:
@@ -247,7 +247,7 @@ class Recorder:
         with ExitStack() as stack:
             for target, name, value in (
                 (link, "ThreadPoolExecutor", Pool),
-                (link, "Request", Request),
+                (link, "Transfer", Transfer),
                 (optimizer_states, "executor_for", lambda device, speed: StreamExecutor(device, recorder)),
                 (state_storage, "host_pages", self.pages),
                 (shard_streaming, "host_room", self.room),
