@@ -124,11 +124,8 @@ class Chunk(WeightChunk, LocalShard):
         if self.scatters:
             self._scattered = spec.shard(self._scatterers.size, self._scatterers.coord)
         self._sums_copies = self.scatters and not ordered and copies.size > 1
-        self.by_micro_batch, self.frees_gradient_on_update, self.ordered = (
-            by_micro_batch,
-            frees_gradient_on_update,
-            ordered,
-        )
+        self.by_micro_batch, self.ordered = by_micro_batch, ordered
+        self.frees_gradient_on_update = frees_gradient_on_update
         self._counted = tuple(counted) if counted is not None else ((0, spec.numel),)
         self.staging, self.received = staging if by_micro_batch else None, received
         self._slot, self.square_sum = slot, square_sum

@@ -298,15 +298,12 @@ class TaskRecords:
             return
         self._new.discard(name)
         if (index := self._entries.pop(name, None)) is not None:
-            words, memory = self._segment()
+            (words, memory), at = self._segment(), index * ENTRY_WORDS
             with self._lock:
                 self._due.pop(index, None)
-                words[index * ENTRY_WORDS + STATE] = 0
-                words[index * ENTRY_WORDS + USES] += 1
-            start, size_bytes = (
-                words[index * ENTRY_WORDS + OFFSET],
-                whole_pages(words[index * ENTRY_WORDS + SIZE]),
-            )
+                words[at + STATE] = 0
+                words[at + USES] += 1
+            start, size_bytes = words[at + OFFSET], whole_pages(words[at + SIZE])
             if self.descriptor >= 0:
                 memory.madvise(mmap.MADV_REMOVE, start, size_bytes)
                 insort(self._freed, (start, start + size_bytes))

@@ -31,6 +31,9 @@ from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import GradientOffloadBuffer
 from colossal_lite.offload.pieces import LEAVING, OUTGOING, VISITING, StagingBuffer, StateKind
 
+Resting = Mapping[int, Tensor]
+"""The number of a chunk -> what of it is on the host."""
+
 
 def landing_bytes(gradients: Sequence[int], device: torch.device) -> int:
     """Bytes of the host buffers that a GPU copies gradient sums into, before the host adds them.
@@ -62,18 +65,12 @@ class HostShardStream:
         own. `is_first`: there has been no update yet, so only places for sums are allocated."""
         self._on_host, self.has_places = frozenset(on_host), not is_first
         self.release_slots()
-        resting = {
-            i: c.gradient_at_rest for i, c in enumerate(self._chunks) if c.gradient_at_rest is not None
-        }
-        if not is_first:
-            on_device = self._updated_on_device
-            weights = {i: c.weights_at_rest for i, c in on_device if c.weights_at_rest is not None}
-            gradients = {i: resting[i] for i, c in on_device if i in resting and not c.waits_on_device}
-            self._weight_slots = self._places(VISITING[StateKind.WEIGHTS], weights, arena)
-            self._gradient_slots = self._places(VISITING[StateKind.GRADIENTS], gradients, arena)
-        shards = tuple(resting.values())
-        leaving = self._places(LEAVING, resting, arena)
-        self._offload_buffer = GradientOffloadBuffer(self._down, self._adds, leaving, self._landings(shards))
+        kinds = self._kinds
+        self._weight_slots, self._gradient_slots, leaving = (
+            self._places(slot, resting, arena) for slot, resting in kinds
+        )
+        landings = self._landings([*kinds[-1][1].values()])
+        self._offload_buffer = GradientOffloadBuffer(self._down, self._adds, leaving, landings)
         for chunk in self._chunks:
             chunk.offload_buffer = self._offload_buffer if chunk.gradient_at_rest is not None else None
 
@@ -111,21 +108,22 @@ class HostShardStream:
     @property
     def forecast_bytes(self) -> int:
         """Bytes of the places by the formula, while they are outside a shared arena."""
-        chunks, on_device = [*enumerate(self._chunks)], self._updated_on_device if self.has_places else []
-        leaving = {
-            i: c.owned_numel * c.gradient.itemsize for i, c in chunks if c.gradient_at_rest is not None
-        }
-        gradients = {i: leaving[i] for i, c in on_device if i in leaving and not c.waits_on_device}
-        weights = {
-            i: c.owned_numel * c.local_shard.itemsize for i, c in on_device if c.weights_at_rest is not None
-        }
-        visiting = VISITING[StateKind.WEIGHTS].bytes(weights) + VISITING[StateKind.GRADIENTS].bytes(gradients)
-        return LEAVING.bytes(leaving) + visiting
+        return sum(slot.bytes(_sizes(resting)) for slot, resting in self._kinds)
 
     @property
-    def _updated_on_device(self) -> list[tuple[int, Chunk]]:
-        """(index, chunk) of those that are updated on the device."""
-        return [(index, chunk) for index, chunk in enumerate(self._chunks) if index not in self._on_host]
+    def _kinds(self) -> tuple[tuple[StagingBuffer, Resting], ...]:
+        """The kinds of places, each with the tensors on the host that need one: of weights and of gradients for updates
+        on the device, and of sums that are copied out."""
+        chunks = [*enumerate(self._chunks)]
+        updated = [(i, c) for i, c in chunks if i not in self._on_host] if self.has_places else []
+        sums = {i: c.gradient_at_rest for i, c in chunks if c.gradient_at_rest is not None}
+        weights = {i: c.weights_at_rest for i, c in updated if c.weights_at_rest is not None}
+        gradients = {i: sums[i] for i, c in updated if i in sums and not c.waits_on_device}
+        return (
+            (VISITING[StateKind.WEIGHTS], weights),
+            (VISITING[StateKind.GRADIENTS], gradients),
+            (LEAVING, sums),
+        )
 
     def fetch(self, index: int) -> None:
         """Begin to copy to the device what the update of a chunk reads."""
@@ -211,10 +209,12 @@ class HostShardStream:
         self.host_bytes = sum(landing.nbytes for landing in landings)
         return landings
 
-    def _places(
-        self, slot: StagingBuffer, resting: Mapping[int, Tensor], arena: Arena | None
-    ) -> ArenaAllocator:
+    def _places(self, slot: StagingBuffer, resting: Resting, arena: Arena | None) -> ArenaAllocator:
         """Places on the device for tensors of these sizes."""
         dtype = next((tensor.dtype for tensor in resting.values()), torch.float32)
-        ranges = slot.live_ranges({index: tensor.nbytes for index, tensor in resting.items()})
+        ranges = slot.live_ranges(_sizes(resting))
         return ArenaAllocator(ranges, dtype, self._chunks[0].device, arena, grows=slot is LEAVING)
+
+
+def _sizes(resting: Resting) -> dict[int, int]:
+    return {index: tensor.nbytes for index, tensor in resting.items()}

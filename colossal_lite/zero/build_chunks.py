@@ -176,10 +176,7 @@ def build_frozen(
 ) -> tuple[FrozenChunk, ...]:  # fmt: skip
     """This rank's chunks that do not train, without values; `records` as above."""
     records = records or TaskRecords("", device)
-    precision, sharding = (
-        Precision.of(config.precision),
-        sharding_of(config),
-    )
+    precision, sharding = Precision.of(config.precision), sharding_of(config)
     found = tuple(
         FrozenChunk(
             spec, _groups(spec, mesh), types=ChunkTypes.of(precision), device=device, shard_state=sharding.state,

@@ -142,9 +142,8 @@ def _beside(
 
 def _empty_chunks(ops: Ops, device: torch.device, up: Link, down: Link, updates: Link) -> None:
     """Copies and updates of chunks of few elements."""
-    here, there = (
-        [torch.zeros(16, device=where) for _ in range(4)] for where in (torch.device("cpu"), device)
-    )
+    here = [torch.zeros(16) for _ in range(4)]
+    there = [torch.zeros(16, device=device) for _ in range(4)]
     back: list[Transfer] = []
     for _ in range(EMPTY):
         came = down.copy(here[1], there[1])
@@ -155,10 +154,8 @@ def _empty_chunks(ops: Ops, device: torch.device, up: Link, down: Link, updates:
 
 def _disk(directory: Path, device: torch.device) -> float:
     """Bytes a second of a file there, written and read once."""
-    file, room = (
-        DiskFile(directory, FileLayout((DISK_BYTES,)), label="calibrate"),
-        host_pages(DISK_BYTES, device),
-    )
+    file = DiskFile(directory, FileLayout((DISK_BYTES,)), label="calibrate")
+    room = host_pages(DISK_BYTES, device)
     try:
         start_s = time.perf_counter()
         file.write(0, room)

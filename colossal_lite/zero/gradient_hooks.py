@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn
 from weakref import ref
 
 from torch import Tensor, nn
@@ -63,8 +62,8 @@ class GradientHooks:
         rooms = [number for number, chunk in enumerate(self._chunks) if chunk.takes_room]
         self._ended_by = dict(zip(rooms, rooms[self._most :], strict=False))
         """Chunk -> the one whose sum is over when its own begins: both take room, and there is no more of it."""
-        self._parameters = [parameters[entry.name] for chunk in self._chunks for entry in chunk.spec.entries]
-        for own in self._parameters:
+        self._parameters = {e.name: parameters[e.name] for chunk in self._chunks for e in chunk.spec.entries}
+        for own in self._parameters.values():
             own.grad = None  # of a loop before this engine
         self._chunk_of = {
             id(parameters[entry.name]): number
@@ -94,9 +93,12 @@ class GradientHooks:
         complete chunks may launch. `ends`: it is the last of the step, so sums over copies may follow. `frees`: no
         forward comes before the step, so time-shared weights are dropped with their gradients. `to_come`: the
         parameters whose gradients arrive now, once for each time; None: all, once."""
-        for own in self._parameters:
+        for name, own in self._parameters.items():
             if own.grad is not None:
-                self._refuse_gradient(own)
+                raise ValueError(
+                    f"backward: {name}.grad was set by other code than the engine. It would be added to the gradient "
+                    f"of this step; legal: .grad=None, clip_grad_norm of the config, engine.full_gradients()"
+                )
         self._reduces, self._ends, self._frees, self._seed = is_last, is_last and ends, frees, seed
         self._is_once, self._is_reduced = is_last and to_come is None, False
         self._arrived.clear()
@@ -106,16 +108,6 @@ class GradientHooks:
             if (number := self._chunk_of.get(id(parameter))) is not None:
                 self._missing[number] += 1
         self._next, self._complete = len(self._chunks) - 1, 0
-
-    def _refuse_gradient(self, parameter: nn.Parameter) -> NoReturn:
-        chunk = self._chunks[self._chunk_of[id(parameter)]]
-        name = next(
-            e.name for e, p in zip(chunk.spec.entries, chunk._parameters, strict=True) if p is parameter
-        )
-        raise ValueError(
-            f"backward: {name}.grad was set by other code than the engine. It would be added to the gradient of this "
-            f"step; legal: .grad=None, clip_grad_norm of the config, engine.full_gradients()"
-        )
 
     def start_ready(self) -> None:
         """Launch complete chunks, in order, up to the limit."""
@@ -165,7 +157,7 @@ class GradientHooks:
     def give_up(self) -> bool:
         """After a backward that failed: make every reduction that it makes here or on another rank, and discard the
         gradients. False: it had launched none. Collective where it had."""
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             parameter.grad = None
         if not self._reduces or self._is_reduced:
             return False

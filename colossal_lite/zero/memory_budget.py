@@ -234,13 +234,8 @@ class MemoryBudget:
         if forecast_batch is not None and found is not None and trains:
             self._changed_forecast = partial(forecast_batch, samples, tokens)
         if self.placement is not None:
-            self._admit(
-                trains,
-                samples,
-                tokens,
-                max((activations for activations, _ in forecasts), default=None),
-                messages,
-            )
+            found_bytes = max((activations for activations, _ in forecasts), default=None)
+            self._admit(trains, samples, tokens, found_bytes, messages)
         elif forecasts or self._is_staged:
             activations = max((activations for activations, _ in forecasts), default=0)
             self.messages_bytes = max(self.messages_bytes, messages)

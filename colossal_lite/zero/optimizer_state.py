@@ -162,36 +162,38 @@ class OptimizerState:
 
     def park(self, version: int) -> None:
         """Copy state and weights to the records on the host, if they rest elsewhere."""
-        for index, chunk in enumerate(self._chunks):
-            number, layout = chunk.spec.id, self._layout(index)
+        for chunk in self._chunks:
             with self.at_hand(chunk) as state:
-                if self.tier_of(chunk) != "host":
-                    flat = self._records.room(number, OPTIMIZER, layout.size, chunk.types.state)
-                    for name, part in layout.parts(flat).items():
-                        part.copy_(chunk.master_words if name == MASTER else state[name])
-                    self._records.commit(number, OPTIMIZER, version=version)
-            if chunk.weights_at_rest is None:
-                value = chunk.local_shard
-                self._records.room(number, WEIGHTS, value.numel(), value.dtype).copy_(value)
-                self._records.commit(number, WEIGHTS, version=version)
+                for kind, pairs in self._parked(chunk, state).items():
+                    for here, there in pairs:
+                        there.copy_(here)
+                    self._records.commit(chunk.spec.id, kind, version=version)
 
     def take_up(self) -> None:
         """Copy what an earlier engine has parked to where it rests here, and free its room on the host."""
-        for index, chunk in enumerate(self._chunks):
-            number, layout = chunk.spec.id, self._layout(index)
-            comes = self.tier_of(chunk) != "host"
-            with self.at_hand(chunk, write=comes) as state:
-                if comes:
-                    flat = self._records.room(number, OPTIMIZER, layout.size, chunk.types.state)
-                    for name, part in layout.parts(flat).items():
-                        (chunk.master_words if name == MASTER else state[name]).copy_(part)
-                    self._records.free(number, OPTIMIZER)
-            if chunk.weights_at_rest is None:
-                value = chunk.local_shard
-                value.copy_(self._records.room(number, WEIGHTS, value.numel(), value.dtype))
-                self._records.free(number, WEIGHTS)
+        for chunk in self._chunks:
+            with self.at_hand(chunk, write=self.tier_of(chunk) != "host") as state:
+                for kind, pairs in self._parked(chunk, state).items():
+                    for here, there in pairs:
+                        here.copy_(there)
+                    self._records.free(chunk.spec.id, kind)
             chunk.count_change()
         self.settle()
+
+    def _parked(
+        self, chunk: Chunk, state: Mapping[str, Tensor]
+    ) -> dict[str, Sequence[tuple[Tensor, Tensor]]]:
+        """What of a chunk rests elsewhere than on the host, by kind: each tensor, and its place in the records."""
+        number, layout = chunk.spec.id, self._layout(self._index[chunk.spec.id])
+        found: dict[str, Sequence[tuple[Tensor, Tensor]]] = {}
+        if self.tier_of(chunk) != "host":
+            flat = self._records.room(number, OPTIMIZER, layout.size, chunk.types.state)
+            own = {**state, MASTER: chunk.master_words}
+            found[OPTIMIZER] = [(own[name], part) for name, part in layout.parts(flat).items()]
+        if chunk.weights_at_rest is None:
+            value = chunk.local_shard
+            found[WEIGHTS] = [(value, self._records.room(number, WEIGHTS, value.numel(), value.dtype))]
+        return found
 
     def _layout(self, index: int) -> Record:
         return record_of(self._chunks[index], dict.fromkeys(self._rules[index].states, self._dtype_of(index)))

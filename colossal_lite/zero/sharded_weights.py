@@ -247,16 +247,16 @@ class ParameterGather(ShardedWeights):
         if self.plan is None:
             self._make_resident({})
         elif phase is Phase.FORWARD:
+            self._steps = self.plan.forward
             self._make_resident(self.plan.forward[0].resident, gathers=False)  # its steps do
+        else:
+            self._steps = self.plan.backward
+            self._make_resident(self.plan.forward[-1].resident)
+            self._limit()
         if phase is Phase.FORWARD and self._has_new_plan:
             for slots in slots_of(self._chunks):
                 slots.shrink()
             self._has_new_plan = False
-        if self.plan is not None:
-            self._steps = self.plan.forward if phase is Phase.FORWARD else self.plan.backward
-            if phase is Phase.BACKWARD:
-                self._make_resident(self.plan.forward[-1].resident)
-                self._limit()
 
     def _end(self) -> None:
         """Make the remaining gathers, because other ranks may need them."""

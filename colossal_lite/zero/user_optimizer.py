@@ -159,7 +159,7 @@ class OwnOptimizer:
 
     def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
         """Bytes of a chunk's state now, twice: only the optimizer knows what it will be."""
-        held = sum(t.numel() * t.element_size() for state in self.states_of(chunk) for t in state.values())
+        held = sum(t.nbytes for state in self.states_of(chunk) for t in state.values())
         return held, held
 
     @property
@@ -197,10 +197,8 @@ class OwnOptimizer:
     @property
     def forecast_bytes(self) -> int:
         """Bytes of its state now: it makes that at its first step, and only it knows what it will be."""
-        tensors = (
-            t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, Tensor)
-        )
-        return sum(t.numel() * t.element_size() for t in tensors)
+        states = self._optimizer.state.values()
+        return sum(t.nbytes for state in states for t in state.values() if isinstance(t, Tensor))
 
 
 def in_order_of(
