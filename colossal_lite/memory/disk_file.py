@@ -116,10 +116,8 @@ class DiskFile:
         try:
             self._allocate(record)
         except OSError as error:
-            what = (
-                f"record {record} of {self.layout.sizes_bytes[record]:,} bytes has no room: {error.strerror}"
-            )
-            self._fail(what, error.errno or errno.EIO, error)
+            what = f"record {record} of {self.layout.sizes_bytes[record]:,} bytes has no room"
+            self._fail(f"{what}: {error.strerror}", error.errno or errno.EIO, error)
 
     def give_back(self, record: int) -> None:
         """Free the room of a record that is elsewhere from now on. No copy of it may be in flight."""

@@ -78,10 +78,8 @@ class FrozenChunk(WeightChunk):
 
     def _difference(self, flat: Tensor, initial: Values) -> str | None:
         """How `flat` has other bits."""
-        found = self._blocks(initial)
-        name = next(
-            (entry.name for entry, place, values in found if not same_bits(flat[place], values)), None
-        )
+        blocks = self._blocks(initial)
+        name = next((entry.name for entry, at, values in blocks if not same_bits(flat[at], values)), None)
         return None if name is None else f"the frozen weights {name} differ from those of"
 
     def load_own(self, local: slice, own: Tensor) -> None:

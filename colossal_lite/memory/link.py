@@ -181,9 +181,8 @@ class Link:
                 each.expedite()
         with self._changed:
             self.moved_bytes += size_bytes
-            is_next = (
-                self.executor.on_stream and not self._queue and not self._serving and _is_ready(transfer)
-            )
+            is_idle = not self._queue and not self._serving
+            is_next = self.executor.on_stream and is_idle and next(_missing(transfer), None) is None
             if is_next:
                 self._serving += 1
             else:
@@ -301,7 +300,3 @@ def _missing(transfer: Transfer) -> Iterator[Transfer]:
     """The copies that a copy still waits for."""
     for each in transfer.after:
         yield from (root for root in each.roots() if not root.is_handed)
-
-
-def _is_ready(transfer: Transfer) -> bool:
-    return not any(True for _ in _missing(transfer))

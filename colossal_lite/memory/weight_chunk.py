@@ -363,12 +363,11 @@ class WeightChunk:
 
     def saved(self, tensor: Tensor) -> SavedView | None:
         """The offset of `tensor` in the weights, or None if it is not a view of them."""
-        if self._value is None or storage_of(tensor) != storage_of(self._value):
+        value = self._value
+        if value is None or storage_of(tensor) != storage_of(value):
             return None
-        start_bytes = (
-            tensor.storage_offset() * tensor.itemsize - self._value.storage_offset() * self._value.itemsize
-        )
-        if not 0 <= start_bytes < self._value.nbytes:
+        start_bytes = tensor.storage_offset() * tensor.itemsize - value.storage_offset() * value.itemsize
+        if not 0 <= start_bytes < value.nbytes:
             return None
         offset = start_bytes // tensor.itemsize
         return SavedView(self, offset, tensor.shape, tensor.stride(), tensor.dtype, self.version)

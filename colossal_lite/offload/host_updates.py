@@ -118,7 +118,9 @@ class HostUpdates:
 
     def bring(self, index: int, part: ChunkPart) -> None:
         """Begin to copy a chunk's gradient or weights to the host."""
-        slots, source = self._of(index, part)
+        chunk, is_gradient = self._chunks[index], part is ChunkPart.GRADIENT
+        slots = self._gradients if is_gradient else self._both
+        source = chunk.gradient if is_gradient else chunk.local_shard
         if (index, part) in self._came:  # of a step that was discarded
             slot, before = self._came[index, part]
             free: Sequence[Transfer] = (before,)
@@ -127,7 +129,7 @@ class HostUpdates:
         here = slot[: source.numel()]
         came = self._down.copy(here, source, after=free)
         self._came[index, part] = slot, came
-        if part is ChunkPart.GRADIENT:
+        if is_gradient:
             self._leaving[index] = came
 
     def leaving(self, index: int) -> tuple[Transfer, ...]:
@@ -184,14 +186,6 @@ class HostUpdates:
 
     def close(self) -> None:
         self.updates_link.close()
-
-    def _of(self, index: int, part: ChunkPart) -> tuple[Buffers, Tensor]:
-        chunk = self._chunks[index]
-        return (
-            (self._gradients, chunk.gradient)
-            if part is ChunkPart.GRADIENT
-            else (self._both, chunk.local_shard)
-        )
 
     def _slots(self, slot: StagingBuffer, indices: Sequence[int], dtype: torch.dtype) -> Buffers:
         """Slots for what this rank owns of these chunks. A gradient that its update frees has no size now."""

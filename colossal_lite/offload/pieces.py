@@ -161,7 +161,7 @@ class StatePiece:
 
     def crossing(self, on_host: frozenset[Name]) -> LinkCrossing:
         """How it crosses the link if the pieces `on_host` are on the host."""
-        is_off_device = self._is_off_device(on_host)
+        is_off_device = self.name in on_host and self._is_apart(on_host)
         if self.beside is not None and Name(self.name.chunk, StateKind.OPTIMIZER) in on_host:
             return self.beside[not is_off_device]
         if not is_off_device:
@@ -171,10 +171,7 @@ class StatePiece:
 
     def is_time_shared(self, on_host: frozenset[Name]) -> bool:
         """Whether it shares memory in an arena."""
-        of_host = (
-            self.name.kind is not StateKind.LAST_SUM or Name(self.name.chunk, StateKind.GRADIENTS) in on_host
-        )
-        return self.shared is not None and self.name not in on_host and of_host
+        return self.shared is not None and self.name not in on_host and self._is_apart(on_host)
 
     def backwards(self, on_host: frozenset[Name]) -> Backwards:
         """The backwards in which its sums are copied out."""
@@ -182,10 +179,11 @@ class StatePiece:
             return Backwards.EARLIER
         return Backwards.EACH if self.sums > 1 else Backwards.LAST
 
-    def _is_off_device(self, on_host: frozenset[Name]) -> bool:
-        if self.name.kind is StateKind.LAST_SUM and Name(self.name.chunk, StateKind.GRADIENTS) not in on_host:
-            return False  # the gradient's other sums are on the device too
-        return self.name in on_host
+    def _is_apart(self, on_host: frozenset[Name]) -> bool:
+        """False for a last sum whose other sums are on the device: it is one with them."""
+        return (
+            self.name.kind is not StateKind.LAST_SUM or Name(self.name.chunk, StateKind.GRADIENTS) in on_host
+        )
 
     def _stays_last(self, on_host: frozenset[Name]) -> bool:
         return self.last_sum and Name(self.name.chunk, StateKind.LAST_SUM) not in on_host

@@ -455,13 +455,11 @@ def divide(
     on_host = {piece.name for piece in pieces if piece.name.kind is StateKind.LAST_SUM}
     for kind in (kind for kind in StateKind if kind is not StateKind.LAST_SUM):
         seen = away = 0
+        share = fractions[StateKind.WEIGHTS if kind is StateKind.FROZEN else kind]
         mine = [p for p in pieces if p.name.kind is kind and p.moves]
         for piece in sorted(mine, key=lambda p: (p.beside is None, -p.name.chunk)):
             seen += piece.bytes
-            if (
-                away + piece.bytes / 2
-                <= fractions[StateKind.WEIGHTS if kind is StateKind.FROZEN else kind] * seen
-            ):
+            if away + piece.bytes / 2 <= share * seen:
                 away += piece.bytes
                 on_host.add(piece.name)
     return StatePlacement(tuple(pieces), frozenset(on_host), tuple(fixed.items()), budget, beside)

@@ -273,17 +273,9 @@ def _slots(
     ]
     turns = list(in_turn([flight_intervals([incoming[i] for i in indices]) for indices in groups.values()]))
     flight = dict(zip((i for indices in groups.values() for i in indices), turns, strict=True))
-    return (
-        slots(
-            [fill[i] for i in sorted(fill)] if sharding.by_micro_batch else (), dtype, device, ACCUMULATING
-        ),
-        slots(
-            [flight[i] for i in sorted(flight)] if sharding.scatters else (),
-            dtype,
-            device,
-            INCOMING,
-        ),
-    )
+    filling = [fill[i] for i in sorted(fill)] if sharding.by_micro_batch else ()
+    flying = [flight[i] for i in sorted(flight)] if sharding.scatters else ()
+    return slots(filling, dtype, device, ACCUMULATING), slots(flying, dtype, device, INCOMING)
 
 
 def _fill_of(

@@ -240,25 +240,25 @@ class ChunkOptimizer(OptimizerState):
             self.calls_on_host += 1
             self._update_on_host(index, apply, spans)
             return
-        if self.tiers is None or index in self._on_device:
-            state = self._state[index]
-        else:
-            state = self.tiers.here(index)
-        if self.shards:
-            self.shards.here(index, is_whole=all(used))
-        chunk.take_weights(is_whole=all(used))
+        state = self._brought(index, is_whole=all(used))
         with self.work_timer.during(chunk.device) if self.tiers else nullcontext():
             apply(chunk, state, self._ops)
 
     def remake(self, chunk: Chunk) -> None:
         """In place of an update that a step skips: copy time-shared weights from their masters, because gradients have
         overwritten them."""
-        index = self._index[chunk.spec.id]
+        self._brought(self._index[chunk.spec.id], is_whole=False)
+
+    def _brought(self, index: int, *, is_whole: bool) -> Mapping[str, Tensor]:
+        """The state of a chunk on the device, beside its weights and gradient. `is_whole`: all weights are written
+        next."""
+        state: Mapping[str, Tensor] = self._state[index]
         if self.tiers is not None and index not in self._on_device:
-            self.tiers.here(index)
+            state = self.tiers.here(index)
         if self.shards:
-            self.shards.here(index, is_whole=False)
-        chunk.take_weights(is_whole=False)
+            self.shards.here(index, is_whole=is_whole)
+        self._chunks[index].take_weights(is_whole=is_whole)
+        return state
 
     def _update_on_host(self, index: int, apply: Callable[..., None], spans: Sequence[Range]) -> None:
         assert self.tiers is not None and self.host_updates is not None
@@ -426,12 +426,9 @@ class ChunkOptimizer(OptimizerState):
     @property
     def links(self) -> tuple[Link, ...]:
         """The links that copy state, weights and gradients between tiers."""
-        updates_link = (self.host_updates.updates_link,) if self.host_updates else ()
-        return (
-            *(self.tiers.links if self.tiers else ()),
-            *(self.shards.links if self.shards else ()),
-            *updates_link,
-        )
+        updates = (self.host_updates.updates_link,) if self.host_updates else ()
+        parts = [part for part in (self.tiers, self.shards) if part is not None]
+        return (*(link for part in parts for link in part.links), *updates)
 
     def close(self) -> None:
         if self.host_updates:
@@ -453,10 +450,8 @@ class ChunkOptimizer(OptimizerState):
             return
         for index in on_device:
             chunk = self._chunks[index]
-            parts = {
-                name: copied_to(flat, chunk.device)
-                for name, flat in self.tiers.opened(index, write=False).items()
-            }
+            opened = self.tiers.opened(index, write=False)
+            parts = {name: copied_to(flat, chunk.device) for name, flat in opened.items()}
             if (words := parts.pop(MASTER, None)) is not None:
                 chunk.rest_master(words)
             self._state[index] = parts
@@ -487,11 +482,8 @@ class ChunkOptimizer(OptimizerState):
         crossings = self.host_updates.crossings if self.host_updates else ON_DEVICE
         return update_plan(
             len(self._chunks), ahead=self._mix.ahead if self.tiers else None, ahead_down=self._mix.ahead_down,
-            below=READ_AHEAD, moving=moving,
-            on_disk=on_disk,
+            below=READ_AHEAD, moving=moving, on_disk=on_disk, early=self._mix.early, backward=self._backward,
             on_host={index: crossing for index, crossing in crossings.items() if index not in on_device},
-            early=self._mix.early,
-            backward=self._backward,
         )  # fmt: skip
 
     def share_first_arena(self, arena: Arena) -> None:
