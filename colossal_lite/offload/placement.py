@@ -116,7 +116,13 @@ class StatePlacement:
     @cached_property
     def arena(self) -> ArenaPlan:
         """Where in it everything is, and when."""
-        return pack_live_ranges([*(self.beside or ()), *_live_ranges_of(self.pieces, self.off_device)])
+        ranges = (taker.live_range(self._last) for taker in _takers(self.pieces, self.off_device))
+        return pack_live_ranges([*(self.beside or ()), *ranges])
+
+    @property
+    def _last(self) -> int:
+        """The highest number of a chunk."""
+        return max((piece.name.chunk for piece in self.pieces), default=0)
 
     @property
     def arena_with_room(self) -> ArenaPlan:
@@ -126,7 +132,7 @@ class StatePlacement:
         plan = self._with_early_records
         begin = min((one.start for one in plan.live_ranges if one.what == ACCUMULATING), default=0)
         leaving = {VISITING[kind].what for kind in (StateKind.WEIGHTS, StateKind.OPTIMIZER)}
-        last = max((piece.name.chunk for piece in self.pieces), default=0)
+        last = self._last
         for count in (last + 1, 8, 4, 2):
             stop = begin + 2 * count
             longer = {
@@ -217,25 +223,12 @@ def _held(tier: str, held_bytes: int, budget: int | None) -> str:
 
 def slot_bytes(pieces: Iterable[StatePiece], on_host: frozenset[Name], tier: str) -> int:
     """What slots take on a tier, those of each kind by themselves."""
-    return sum(slot.bytes(some) for slot, some in _sizes(pieces, on_host, tier).items())
-
-
-def _sizes(
-    pieces: Iterable[StatePiece], on_host: frozenset[Name], tier: str
-) -> dict[StagingBuffer, dict[int, int]]:
-    """Of each kind of slots, who takes such: chunk -> bytes."""
-    sizes: dict[StagingBuffer, dict[int, int]] = {}
+    sizes: dict[StagingBuffer, dict[int, int]] = {}  # of each kind, who takes such: chunk -> bytes
     for piece in pieces:
         for slot in piece.crossing(on_host).slots:
             if slot.tier == tier:
                 sizes.setdefault(slot, {})[piece.name.chunk] = piece.bytes
-    return sizes
-
-
-def _live_ranges_of(pieces: Sequence[StatePiece], on_host: frozenset[Name]) -> Iterator[LiveRange]:
-    """When pieces have places on the device, by the moments of a step."""
-    last = max((piece.name.chunk for piece in pieces), default=0)
-    return (taker.live_range(last) for taker in _takers(pieces, on_host))
+    return sum(slot.bytes(some) for slot, some in sizes.items())
 
 
 class _Taker(NamedTuple):
@@ -536,10 +529,6 @@ def _by_worth(
 
 def _spans(chunks: Sequence[int]) -> str:
     """`0-3, 7` of sorted numbers."""
-    runs: list[list[int]] = []
-    for chunk in chunks:
-        if runs and chunk == runs[-1][-1] + 1:
-            runs[-1].append(chunk)
-        else:
-            runs.append([chunk])
+    alike = groupby(enumerate(chunks), key=lambda pair: pair[1] - pair[0])
+    runs = [[chunk for _, chunk in run] for _, run in alike]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
