@@ -44,28 +44,28 @@ def crossing_of(chunk: Chunk) -> Crossing:
     return Crossing(tuple(down), up)
 
 
-def _slots_of(
-    crossings: Mapping[int, Crossing], mix: UpdateMix
-) -> tuple[tuple[StagingBuffer, list[int]], ...]:
-    """Slots for gradients, for weights that are copied both ways, and for weights that are only written. With each the
-    chunks that take such."""
+def _kinds_of(
+    chunks: Sequence[Chunk], on_host: Collection[int], mix: UpdateMix
+) -> tuple[tuple[StagingBuffer, torch.dtype, list[int]], ...]:
+    """Slots for gradients, for weights that are copied both ways, and for weights that are only written. With each its
+    dtype, and the chunks that take such."""
+    crossings, types = {i: crossing_of(chunks[i]) for i in sorted(on_host)}, chunks[0].types
     coming = [i for i, c in crossings.items() if ChunkPart.GRADIENT in c.down]
     both = [i for i, c in crossings.items() if ChunkPart.WEIGHTS in c.down]
     written = [i for i, c in crossings.items() if c.up and ChunkPart.WEIGHTS not in c.down]
     return (
-        (GRADIENT_DOWN.wide(mix.gradient_width), coming),
-        (WEIGHTS_BOTH.wide(mix.weight_width), both),
-        (WEIGHTS_UP.wide(mix.new_weight_width), written),
+        (GRADIENT_DOWN.wide(mix.gradient_width), types.gradient, coming),
+        (WEIGHTS_BOTH.wide(mix.weight_width), types.compute, both),
+        (WEIGHTS_UP.wide(mix.new_weight_width), types.compute, written),
     )
 
 
 def updating_bytes(chunks: Sequence[Chunk], on_host: Collection[int], mix: UpdateMix) -> int:
     """Bytes of the slots for the chunks of `on_host`. A slot fits the largest that it takes."""
-    crossings = {i: crossing_of(chunks[i]) for i in sorted(on_host)}
-    (down, coming), *ways_of_weights = _slots_of(crossings, mix)
-    weights = {i: chunks[i].owned_numel * chunks[i].local_shard.itemsize for i in crossings}
-    found = down.bytes({i: chunks[i].owned_numel * chunks[i].gradient.itemsize for i in coming})
-    return found + sum(slot.bytes({i: weights[i] for i in some}) for slot, some in ways_of_weights)
+    return sum(
+        slot.bytes({i: chunks[i].owned_numel * dtype.itemsize for i in some})
+        for slot, dtype, some in _kinds_of(chunks, on_host, mix)
+    )
 
 
 class HostUpdates:
@@ -94,11 +94,8 @@ class HostUpdates:
         self._came.clear()
         self._leaving.clear()
         self.host_bytes = 0
-        down, both, up = _slots_of(self.crossings, mix)
-        types = self._chunks[0].types
-        self._gradients = self._slots(*down, types.gradient)
-        self._both = self._slots(*both, types.compute)
-        self._written = self._slots(*up, types.compute)
+        kinds = _kinds_of(self._chunks, on_host, mix)
+        self._gradients, self._both, self._written = (self._slots(*kind) for kind in kinds)
 
     @property
     def most_bytes(self) -> int:
@@ -187,7 +184,7 @@ class HostUpdates:
     def close(self) -> None:
         self.updates_link.close()
 
-    def _slots(self, slot: StagingBuffer, indices: Sequence[int], dtype: torch.dtype) -> Buffers:
+    def _slots(self, slot: StagingBuffer, dtype: torch.dtype, indices: Sequence[int]) -> Buffers:
         """Slots for what this rank owns of these chunks. A gradient that its update frees has no size now."""
         largest = max((self._chunks[index].owned_numel for index in indices), default=0)
         slots = [host_room(largest, dtype, self._chunks[0].device) for _ in range(slot.buffers(indices))]
