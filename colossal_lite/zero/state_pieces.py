@@ -147,33 +147,29 @@ def _time_shared(chunks: Sequence[Chunk], uses: StepUses) -> frozenset[int]:
 
 
 def _updated_on_host(
-    index: int, chunk: Chunk, optimizer: ChunkOptimizer, fetches: int, accumulation: int, begins: bool
+    index: int, chunk: Chunk, optimizer: ChunkOptimizer, fetches: int, sums: int, begins: bool
 ) -> Iterator[StatePiece]:
     """The pieces of a chunk that is updated on the host while its record is there. What cannot rest there crosses the
     link all the same."""
     both = int(chunk.updates_weights)
-    ways = {
-        StateKind.WEIGHTS: (
-            LinkCrossing(fetches),
-            LinkCrossing(1, both, (WEIGHTS_BOTH if both else WEIGHTS_UP,)),
-        ),
-        StateKind.GRADIENTS: (
-            LinkCrossing(0, accumulation, (LEAVING,)),
-            LinkCrossing(0, 1, (GRADIENT_DOWN.wide(optimizer.gradient_width),)),
-        ),
-        StateKind.OPTIMIZER: (LinkCrossing(), LinkCrossing()),
-    }
+    weights, gradients = Name(index, StateKind.WEIGHTS), Name(index, StateKind.GRADIENTS)
+    up, down = WEIGHTS_BOTH if both else WEIGHTS_UP, GRADIENT_DOWN.wide(optimizer.gradient_width)
     shard_bytes = chunk.owned_numel * chunk.local_shard.element_size()
-    held = {
-        StateKind.WEIGHTS: (shard_bytes, fetches - begins + both, 1, chunk.weights_at_rest is not None),
-        StateKind.GRADIENTS: (chunk.gradient.nbytes, 1, accumulation, chunk.gradient_at_rest is not None),
-        StateKind.OPTIMIZER: (optimizer.record_bytes(index), 1, 1, True),
-    }
-    for kind, (size_bytes, ups, downs, moves) in held.items():
-        if size_bytes:
-            yield StatePiece(
-                Name(index, kind), size_bytes, ups, downs, beside=ways[kind], moves=moves, sums=accumulation
-            )
+    pieces = (
+        StatePiece(
+            weights, shard_bytes, fetches - begins + both, 1, moves=chunk.weights_at_rest is not None,
+            beside=(LinkCrossing(fetches), LinkCrossing(1, both, (up,))),
+        ),
+        StatePiece(
+            gradients, chunk.gradient.nbytes, 1, sums, moves=chunk.gradient_at_rest is not None, sums=sums,
+            beside=(LinkCrossing(0, sums, (LEAVING,)), LinkCrossing(0, 1, (down,))),
+        ),
+        StatePiece(
+            Name(index, StateKind.OPTIMIZER), optimizer.record_bytes(index), 1, 1,
+            beside=(LinkCrossing(), LinkCrossing()),
+        ),
+    )  # fmt: skip
+    return (piece for piece in pieces if piece.bytes)
 
 
 def fixed_of(
