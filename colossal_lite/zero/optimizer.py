@@ -125,7 +125,8 @@ class ChunkOptimizer(OptimizerState):
         super().__init__(chunks, rules, shapes, records)
         shares = any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks)
         self._choice, self._one_ahead = choice, shares or placement == "disk" or host_room is not None
-        self._mix = self._chosen()
+        self.mix = self._chosen()
+        """Which updates run on the host, and how far ahead of them copies are made."""
         self.can_choose_again = placement in ("host", "disk") and not shares and host_room is None
         """Whether no plan of a budget counts on the mix."""
         self.work_timer = TimedSpans()
@@ -137,7 +138,7 @@ class ChunkOptimizer(OptimizerState):
         if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
             self.tiers = OffloadedOptimizerStates(
                 self._chunks, forms, timeout_s, speeds, records,
-                mix=self._mix, on_disk=self._on_disk(placement, host_room), open_file=open_file, shares=shares,
+                mix=self.mix, on_disk=self._on_disk(placement, host_room), open_file=open_file, shares=shares,
             )  # fmt: skip
         self.host_updates: HostUpdates | None = None
         """Updates on the host; None if there are none."""
@@ -177,10 +178,10 @@ class ChunkOptimizer(OptimizerState):
         """Ask the choice for the mix again, and follow it, where `can_choose_again`. All state is at rest. Collective
         as the choice is."""
         assert self.can_choose_again
-        self._mix = self._chosen()
+        self.mix = self._chosen()
         if self.tiers is None:  # of a pipeline stage where nothing trains
             return
-        self.tiers.follow(self._mix)
+        self.tiers.follow(self.mix)
         self._settle_host_updates()
         self.plan = self.planned(None, (), self.tiers.on_disk)
 
@@ -189,7 +190,7 @@ class ChunkOptimizer(OptimizerState):
         if self.tiers and self.tiers.on_host and self.host_updates is None:
             self.host_updates = HostUpdates(self._chunks, self.tiers.up, self.tiers.down)
         if self.tiers and self.host_updates is not None:
-            self.host_updates.settle(self.tiers.on_host, self._mix)
+            self.host_updates.settle(self.tiers.on_host, self.mix)
 
     def _on_disk(self, placement: str, host_room: int | None) -> Collection[int] | None:
         """The chunks with state on disk: all, those for which the host has no room, or None without a disk."""
@@ -198,8 +199,8 @@ class ChunkOptimizer(OptimizerState):
         if placement != "host" or host_room is None:
             return None
         sizes = {i: size for i in range(len(self._chunks)) if (size := self.record_bytes(i))}
-        updated = self._mix.on_host & {*sizes}
-        return spilled(sizes, host_room - updating_bytes(self._chunks, updated, self._mix))
+        updated = self.mix.on_host & {*sizes}
+        return spilled(sizes, host_room - updating_bytes(self._chunks, updated, self.mix))
 
     def _work(self) -> UpdateBytes:
         """What updates read and write, an element on average."""
@@ -363,14 +364,9 @@ class ChunkOptimizer(OptimizerState):
             self.host_updates.send(self._index[chunk.spec.id])
 
     @property
-    def gradient_width(self) -> int:
-        """As `UpdateMix` has it."""
-        return self._mix.gradient_width
-
-    @property
     def sends_gradients(self) -> bool:
         """Whether gradients leave in backward for updates on the host, where there are such."""
-        return self.tiers is not None and self._mix.early
+        return self.tiers is not None and self.mix.early
 
     def prepare(self) -> None:
         """Before the gradients are known: start to fetch the state for the first updates. In a shared arena, that for
@@ -481,8 +477,8 @@ class ChunkOptimizer(OptimizerState):
         whose records are there."""
         crossings = self.host_updates.crossings if self.host_updates else ON_DEVICE
         return update_plan(
-            len(self._chunks), ahead=self._mix.ahead if self.tiers else None, ahead_down=self._mix.ahead_down,
-            below=READ_AHEAD, moving=moving, on_disk=on_disk, early=self._mix.early, backward=self._backward,
+            len(self._chunks), ahead=self.mix.ahead if self.tiers else None, ahead_down=self.mix.ahead_down,
+            below=READ_AHEAD, moving=moving, on_disk=on_disk, early=self.mix.early, backward=self._backward,
             on_host={index: crossing for index, crossing in crossings.items() if index not in on_device},
         )  # fmt: skip
 
@@ -502,7 +498,7 @@ class ChunkOptimizer(OptimizerState):
         visiting = {i: size for i, size in enumerate(sizes) if size and not self._is_on_host(i)}
         held, most, foreseen = tiers.staging_places.bytes, tiers.staging_places.most_bytes, 0
         if arena is None and (shards is None or shards.has_places):
-            foreseen = VISITING[StateKind.OPTIMIZER].wide(self._mix.record_width).bytes(visiting)
+            foreseen = VISITING[StateKind.OPTIMIZER].wide(self.mix.record_width).bytes(visiting)
         if shards:
             held, most = held + shards.device_bytes, most + shards.most_device_bytes
             foreseen += shards.forecast_bytes if arena is None else 0

@@ -153,7 +153,7 @@ def _updated_on_host(
     link all the same."""
     both = int(chunk.updates_weights)
     weights, gradients = Name(index, StateKind.WEIGHTS), Name(index, StateKind.GRADIENTS)
-    up, down = WEIGHTS_BOTH if both else WEIGHTS_UP, GRADIENT_DOWN.wide(optimizer.gradient_width)
+    up, down = WEIGHTS_BOTH if both else WEIGHTS_UP, GRADIENT_DOWN.wide(optimizer.mix.gradient_width)
     shard_bytes = chunk.owned_numel * chunk.local_shard.element_size()
     pieces = (
         StatePiece(

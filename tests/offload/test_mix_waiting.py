@@ -65,7 +65,7 @@ def ran_mixed(
         ]
         assert {*away} <= {*on_host}, "sums that rest on the host leave as those that are only updated there"
         moving = [i for i in range(LAYERS) if i not in optimizer._on_device]
-        mix, prepares = optimizer._mix, None if optimizer.shards is None else len(optimizer.early_records)
+        mix, prepares = optimizer.mix, None if optimizer.shards is None else len(optimizer.early_records)
         return clock.now_s - before_s, on_host, moving, mix, prepares, awaited_by(engine, away)
 
 
