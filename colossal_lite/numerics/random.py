@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from colossal_lite.kernels import TORCH, Ops
 from colossal_lite.kernels.philox import Rows, SampleDim, inverse_erf
-from colossal_lite.numerics.torch_modes import DispatchMode
+from colossal_lite.numerics.torch_modes import DispatchMode, written_by
 
 aten = torch.ops.aten
 
@@ -252,7 +252,7 @@ class _Recorder(DispatchMode):
         elif func in _RECORDED and self._recipe(args[0]) is not None:
             self._record(args[0], func, args[1:], kwargs)
         elif func._schema.is_mutable:
-            for target in _written(func, args, kwargs):
+            for target in written_by(func, args, kwargs):
                 if self._recipe(target) is not None:
                     self._refuse(target, str(func))
         return out
@@ -313,14 +313,6 @@ class _Recorder(DispatchMode):
 
 
 _IS_META: Any = Tensor.is_meta  # the descriptor; a mode is given its __get__
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operation writes to: its first argument, each of a list, or `out`."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from given if isinstance(given, (list, tuple)) else (given,)
 
 
 class _AsksForMeta(TorchFunctionMode):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _len_torch_dispatch_stack
 from torch.utils._pytree import tree_leaves
 
@@ -93,6 +94,20 @@ def naming_transforms() -> Iterator[None]:
 def tensors_in(values: Any) -> list[Tensor]:
     """The tensors among the arguments or results of an operation."""
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def read_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors with strides whose values an operation may read. A view reads none."""
+    if func in READ_NO_VALUES or isinstance(func, OpOverload) and func.is_view:
+        return []
+    return [tensor for tensor in tensors_in((args, kwargs)) if tensor.layout is torch.strided]
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operation writes to: its first argument, each of a list, or `out`."""
+    for place, argument in enumerate(func._schema.arguments if isinstance(func, OpOverload) else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[place] if place < len(args) else (kwargs or {}).get(argument.name))
 
 
 def storage_of(tensor: Tensor) -> int:

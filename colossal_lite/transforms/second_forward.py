@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.utils.checkpoint import _StopRecomputationError
 
-from colossal_lite.numerics.torch_modes import READ_NO_VALUES, WatchingMode, storage_of, tensors_in
+from colossal_lite.numerics.torch_modes import WatchingMode, read_by, storage_of, tensors_in
 
 Seen = Mapping[str, tuple[Tensor | None, int]]
 """Tensors by what a message calls them, each with its version."""
@@ -103,11 +102,9 @@ class _Touched(WatchingMode):
         self._names = {storage_of(x): name for name, x in changed.items() if x is not None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_view = isinstance(func, OpOverload) and func.is_view
-        if not is_view and func not in READ_NO_VALUES:
-            for tensor in tensors_in((args, kwargs)):
-                if tensor.layout is torch.strided and (name := self._names.get(storage_of(tensor))):
-                    raise _fault(self._block, self._setting, name)
+        for tensor in read_by(func, args, kwargs):
+            if name := self._names.get(storage_of(tensor)):
+                raise _fault(self._block, self._setting, name)
         return func(*args, **(kwargs or {}))
 
 

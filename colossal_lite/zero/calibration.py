@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,7 +79,11 @@ def measure(device: torch.device, ops: Ops, disk_dir: Path | None = None) -> Mea
     there = [torch.zeros(NUMEL, device=device) for _ in range(4)]
     host_ops = ops if device.type == "cpu" else TORCH
     size_bytes = NUMEL * 4
-    with _links(device) as (up, down, updates):
+    with (
+        closing(Link("h2d", executor_for(device, AS_IT_COPIES))) as up,
+        closing(Link("d2h", executor_for(device, AS_IT_COPIES))) as down,
+        closing(Link("cpu", ThreadExecutor())) as updates,
+    ):
         send = partial(up.copy, there[0], state[0])
         bring = partial(down.copy, state[1], there[1])
         host_s = _best(partial(_update, host_ops, state), host)
@@ -100,20 +104,6 @@ def measure(device: torch.device, ops: Ops, disk_dir: Path | None = None) -> Mea
         host_memory=max(moved_s), call_s=call_s,
         disk=None if disk_dir is None else _disk(disk_dir, device),
     )  # fmt: skip
-
-
-@contextmanager
-def _links(device: torch.device) -> Iterator[tuple[Link, Link, Link]]:
-    made = (
-        Link("h2d", executor_for(device, AS_IT_COPIES)),
-        Link("d2h", executor_for(device, AS_IT_COPIES)),
-        Link("cpu", ThreadExecutor()),
-    )
-    try:
-        yield made
-    finally:
-        for link in made:
-            link.close()
 
 
 def _update(ops: Ops, state: Sequence[Tensor]) -> None:
@@ -154,15 +144,12 @@ def _empty_chunks(ops: Ops, device: torch.device, up: Link, down: Link, updates:
 
 def _disk(directory: Path, device: torch.device) -> float:
     """Bytes a second of a file there, written and read once."""
-    file = DiskFile(directory, FileLayout((DISK_BYTES,)), label="calibrate")
     room = host_pages(DISK_BYTES, device)
-    try:
+    with closing(DiskFile(directory, FileLayout((DISK_BYTES,)), label="calibrate")) as file:
         start_s = time.perf_counter()
         file.write(0, room)
         file.read(0, room)
         return 2 * DISK_BYTES / (time.perf_counter() - start_s)
-    finally:
-        file.close()
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:

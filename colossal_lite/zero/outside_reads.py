@@ -14,12 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from colossal_lite.memory.weight_chunk import WeightChunk
-from colossal_lite.numerics.torch_modes import READ_NO_VALUES, WatchingMode, storage_of, tensors_in
+from colossal_lite.numerics.torch_modes import WatchingMode, read_by, storage_of, written_by
 
 
 class OutsideReads(WatchingMode):
@@ -41,20 +39,12 @@ class OutsideReads(WatchingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.has_seen = True
-        is_view = isinstance(func, OpOverload) and func.is_view
-        if not is_view and func not in READ_NO_VALUES:
-            for tensor in tensors_in((args, kwargs)):
-                if tensor.layout is not torch.strided:
-                    continue
-                chunks = self._chunks.get(storage_of(tensor), ())
-                for chunk in chunks:
-                    if len(chunks) == 1 or chunk.saved(tensor) is not None:
-                        self._read(chunk)
+        for tensor in read_by(func, args, kwargs):
+            chunks = self._chunks.get(storage_of(tensor), ())
+            for chunk in chunks:
+                if len(chunks) == 1 or chunk.saved(tensor) is not None:
+                    self._read(chunk)
         out = func(*args, **(kwargs or {}))
-        if isinstance(func, OpOverload) and func._schema.is_mutable:
-            for place, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    given = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
-                    for tensor in tensors_in(given):
-                        self._written(tensor)
+        for tensor in written_by(func, args, kwargs):
+            self._written(tensor)
         return out
