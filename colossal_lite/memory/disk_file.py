@@ -72,15 +72,14 @@ class DiskFile:
         resting: Collection[int] | None = None,
     ) -> None:  # fmt: skip
         self.layout, self.timeout_s = layout, timeout_s
-        resting = range(len(layout.sizes_bytes)) if resting is None else resting
+        records = range(len(layout.sizes_bytes))
+        resting = records if resting is None else resting
         self.path = directory / f"colossal-lite-{label}-{secrets.token_hex(4)}"
         self.why_buffered = ""
         """Why there is no direct access; empty where there is."""
         self.failure: DiskError | None = None
         """The first fault. Every later call raises it."""
-        self._sums: list[list[int | None]] = [
-            [None] * len(layout.blocks(i)) for i in range(len(layout.sizes_bytes))
-        ]
+        self._sums: list[list[int | None]] = [[None] * len(layout.blocks(i)) for i in records]
         self._lock = threading.Lock()
         self._fds: list[int] = []
         try:

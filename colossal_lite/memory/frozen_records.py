@@ -185,16 +185,15 @@ class FrozenRecords:
 
     def _open(self, handle: FrozenHandle) -> None:
         path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
+        gone = f"frozen: process {handle.pid} has no frozen weights any more"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             size_bytes = os.fstat(descriptor).st_size
             self._map(descriptor, send_buffer.mapped(descriptor, max(size_bytes, DIRECTORY_BYTES)))
         except (OSError, ValueError) as error:
-            raise FrozenError(
-                f"frozen: process {handle.pid} has no frozen weights any more ({error})"
-            ) from error
+            raise FrozenError(f"{gone} ({error})") from error
         if self._words[0] != MAGIC:
-            raise FrozenError(f"frozen: process {handle.pid} has no frozen weights any more")
+            raise FrozenError(gone)
 
     def _map(self, descriptor: int, memory: mmap.mmap) -> None:
         self._descriptor, self._memory = descriptor, memory
@@ -239,9 +238,8 @@ class FrozenRecords:
     def _count(self, record: FrozenRecord, beside: torch.device) -> FrozenRecord:
         """One use more. The first one of a process locks the pages beside a GPU."""
         if not record.users and beside.type == "cuda" and self._memory is not None:
-            record.flat = locked(record.flat.view(torch.uint8), torch.cuda.cudart(), beside).view(
-                record.flat.dtype
-            )
+            room, dtype = record.flat.view(torch.uint8), record.flat.dtype
+            record.flat = locked(room, torch.cuda.cudart(), beside).view(dtype)
         record.users += 1
         self._used[record.index] = record
         self._set(record.index, HOLDERS, self._word(record.index, HOLDERS) | self._bit)
@@ -293,7 +291,6 @@ class FrozenRecords:
         self._live.discard(index)
         if self._memory is not None:
             self._set(index, STATE, 0)
-            self._memory.madvise(
-                mmap.MADV_REMOVE, self._word(index, OFFSET), whole_pages(self._word(index, SIZE))
-            )
+            start = self._word(index, OFFSET)
+            self._memory.madvise(mmap.MADV_REMOVE, start, self._end(index) - start)
             self._changed()

@@ -117,10 +117,8 @@ class OffloadedOptimizerStates:
 
     def record_bytes(self, tier: str) -> int:
         """Of all records that rest on a tier."""
-        numel = sum(
-            self._records[index].size for index, storage in self.storage_of.items() if storage.tier == tier
-        )
-        return numel * self._dtype.itemsize
+        there = (index for index, storage in self.storage_of.items() if storage.tier == tier)
+        return sum(self._records[index].size for index in there) * self._dtype.itemsize
 
     @property
     def host_bytes(self) -> int:

@@ -147,12 +147,8 @@ def _on_disk_instead(
 ) -> int | None:  # fmt: skip
     """Bytes that a disk would hold, at the most, if there were one; None if that would not help."""
     with_disk = memory.model_copy(update={"disk_dir": "."})
-    if (
-        memory.spills_to_disk
-        or not with_disk.spills_to_disk
-        or memory.host_budget is None
-        or optimizer.tiers is None
-    ):
+    could_spill = with_disk.spills_to_disk and not memory.spills_to_disk
+    if not could_spill or memory.host_budget is None or optimizer.tiers is None:
         return None
     if not memory.moves:
         sizes = {i: size for i in range(num_chunks) if (size := optimizer.record_bytes(i))}

@@ -205,9 +205,8 @@ class OptimizerState:
         with self.at_hand(chunk) as state:
             whole = {name: chunk.whole(flat) for name, flat in state.items()}
             for entry, steps in zip(chunk.spec.entries, self._steps[index], strict=True):
-                views = {
-                    name: chunk.of(flat, entry, self._shapes[entry.name]) for name, flat in whole.items()
-                }
+                shape = self._shapes[entry.name]
+                views = {name: chunk.of(flat, entry, shape) for name, flat in whole.items()}
                 yield views | {"step": torch.tensor(steps)}
 
     def flat_state(self, chunk: Chunk) -> Mapping[str, Tensor]:

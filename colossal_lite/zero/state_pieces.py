@@ -118,8 +118,7 @@ def pieces_of(
         if chunk.gradient_at_rest is not None:
             for piece in gradients_of(index, chunk.gradient.nbytes, sums, time_shared=uses.shares_time):
                 out.append(replace(piece, in_flight=in_flight))
-        record_bytes = optimizer.record_bytes(index)
-        if record_bytes:
+        if record_bytes := optimizer.record_bytes(index):
             out.append(StatePiece(Name(index, StateKind.OPTIMIZER), record_bytes, 1, 1))
     for each in frozen:
         if each.weights_at_rest is not None:

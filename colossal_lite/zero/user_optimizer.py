@@ -143,12 +143,8 @@ class OwnOptimizer:
 
     def _bits(self) -> Tensor:
         """A sum over the bits of each chunk's weights, which differs if one element does."""
-        sums = [
-            chunk.master.view(
-                {2: torch.int16, 4: torch.int32, 8: torch.int64}[chunk.master.element_size()]
-            ).sum()
-            for chunk in self._chunks
-        ]
+        words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        sums = [chunk.master.view(words[chunk.master.itemsize]).sum() for chunk in self._chunks]
         return torch.stack(sums) if sums else torch.zeros(0)
 
     def _nothing(self, *_: object) -> None:
