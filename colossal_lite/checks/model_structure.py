@@ -176,9 +176,10 @@ def check_other_engines(module: nn.Module) -> None:
                 f"model: {path or 'it'} is a {kind}, which cuts and moves weights itself. So does the engine. {legal}"
             )
     for name, parameter in module.named_parameters():
-        if is_traceable_wrapper_subclass(parameter.data):
+        kept: object = parameter.data
+        if is_traceable_wrapper_subclass(kept):
             raise ValueError(
-                f"model: {name} is a {type(parameter.data).__name__} and no plain tensor, such as fully_shard or "
+                f"model: {name} is a {type(kept).__name__} and no plain tensor, such as fully_shard or "
                 f"parallelize_module makes. The engine cuts weights itself. {legal}"
             )
 

@@ -325,10 +325,12 @@ def _weight_fault(told: Sequence[Mapping[str, Any]]) -> str:
     for rank, row in enumerate(told):
         for one, other in zip_longest(told[0]["weights"], row["weights"], fillvalue=[0]):  # 0: no call
             if one != other:
-                at = next(i for i, (a, b) in enumerate(zip_longest(one, other)) if a != b)
+                pairs = enumerate(zip_longest(one, other, fillvalue=0))
+                at, (mine, theirs) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+                name = names[at if at < 2 else 2 - at % 2]  # two for each argument of labels
                 return (
-                    f"backward: a loss without count weighs the same on every rank. Rank 0 has {one[at]} {names[at]}, "
-                    f"rank {rank} has {other[at]}. Nothing was updated. Legal: engine.backward(loss, count=n), where "
+                    f"backward: a loss without count weighs the same on every rank. Rank 0 has {mine} {name}, "
+                    f"rank {rank} has {theirs}. Nothing was updated. Legal: engine.backward(loss, count=n), where "
                     f"loss is a mean over n samples or labels"
                 )
     return ""

@@ -69,6 +69,8 @@ class Mesh:
         self._axes: dict[tuple[str, ...], Communicator] = {}
         self._made: dict[tuple[str, ...], CollectiveFingerprint] = {}
         self._meetings = 0
+        self.is_ended = False
+        """Whether its groups are destroyed, so that ranks no longer reach each other."""
         self._open = threading.Lock()
         """Held while wires are closed, or interrupted by the watch."""
         if watch:
@@ -280,6 +282,7 @@ class Mesh:
 
     def destroy(self) -> None:
         """Destroy the groups of this mesh; they may have ended with the default one. Call once, on every rank."""
+        self.is_ended = True
         with self._open:
             if self._exchange:
                 self._exchange.close()

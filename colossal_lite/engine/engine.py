@@ -168,7 +168,7 @@ class Engine:
     if not TYPE_CHECKING:  # to a type checker, a name that is not here is a mistake
 
         def __getattr__(self, name: str) -> Any:
-            if (told := told_instead(name)) is not None:
+            if (told := told_instead(name, self.__dict__.get("model"))) is not None:
                 raise AttributeError(told, name=name, obj=self)
             return super().__getattribute__(name)
 
@@ -289,6 +289,7 @@ class Engine:
     def eval_sums(self, batch: Any) -> tuple[float, float]:
         """The sum of the loss over the valid labels of a global batch, and their number; `eval_step` divides the two.
         Over many batches they add up to the mean over all of them. Equal on every rank."""
+        self._refuse_closed("eval_step")
         self._updates.refuse_within("eval_step")
         self._state.refuse_changed("eval_step")
         parts = self._read(batch)
@@ -356,6 +357,7 @@ class Engine:
         `retain_graph`: keep the graph for a further loss of the same forward.
         With `optimizer.update_when="backward"` the weights are updated when this returns, except those that `step`
         updates. Then a step has as many calls as `gradient_accumulation` says, and the last one updates."""
+        self._refuse_closed("backward")
         self._loop.backward(loss, count, self._rate_factor(), retain_graph=retain_graph)
 
     # ---- full tensors ----
@@ -381,12 +383,14 @@ class Engine:
     def full_state_dict(self) -> dict[str, Tensor]:
         """The serial model's `state_dict()`: copies in host memory, parameters in the master dtype, frozen ones in
         their own. Collective."""
+        self._refuse_ended("full_state_dict")
         return self._state.full_state_dict()
 
     @outside_inference()
     def full_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """For each trainable parameter its state tensors in its own shape, and `step`, the updates it has taken.
         Collective."""
+        self._refuse_ended("full_optimizer_state")
         return self._state.full_optimizer_state()
 
     @outside_inference()
@@ -395,6 +399,7 @@ class Engine:
 
         Raises ValueError listing every missing, unexpected and misshapen tensor, and then changes nothing.
         """
+        self._refuse_ended("load_full_state_dict")
         self._state.load_full_state_dict(state)
 
     # ---- checkpoints ----
@@ -509,6 +514,8 @@ class Engine:
         """Remove the hooks from the model; its parameters keep their values. Waits for a save in flight.  At
         `zero.stage=3`, weights that rest on the host are whole there. With a store, all state is in it afterwards, for
         the next engine of the task."""
+        if self.config.zero.stage == 3:  # whose weights are gathered for the model
+            self._refuse_ended("close")
         self._is_closed = True
         self.context.models.discard(self.model)
         self._state.close_checkpoints()
@@ -537,6 +544,16 @@ class Engine:
         if self._is_closed:
             raise ValueError(
                 f"{what}: this engine is closed; make a new one with cl.initialize(model, context=...)"
+            )
+
+    def _refuse_ended(self, what: str) -> None:
+        """Raises ValueError after the context has closed, where this rank has a part of the weights or of their
+        state."""
+        axes = self.mesh.size("pipeline", "sequence", "tensor") > 1
+        if self.mesh.is_ended and self.mesh.world_size > 1 and (self.config.zero.stage > 0 or axes):
+            raise ValueError(
+                f"{what}: the context is closed, and ranks no longer reach each other for their parts of the weights. "
+                f"Legal: the same call within the with block of cl.launch"
             )
 
     def _begin(self, batch: Any) -> tuple[Batch, ...]:

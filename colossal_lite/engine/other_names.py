@@ -50,7 +50,9 @@ INSTEAD: Mapping[str, str] = {
 }
 
 
-def told_instead(name: str) -> str | None:
-    """What to use in the place of `engine.NAME`; None for a name that nothing is known of."""
+def told_instead(name: str, model: object) -> str | None:
+    """What to use in the place of `engine.NAME`; None for a name that neither the table nor the `model` knows."""
     told = INSTEAD.get(name)
+    if told is None and not name.startswith("_") and hasattr(model, name):
+        told = "engine.model.{name}, the model's own. What calls the model must call engine(x) instead"
     return None if told is None else f"engine.{name}: an engine has none. Legal: {told.format(name=name)}"

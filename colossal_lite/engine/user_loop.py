@@ -21,14 +21,13 @@ from colossal_lite.checks.all_samples import AllSamples
 from colossal_lite.checks.rank_comparison import RankComparison
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch, first_input
-from colossal_lite.data.batch_checks import IGNORED
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.step_totals import OpenStep
 from colossal_lite.layers.whole_sizes import without_parts
 from colossal_lite.numerics.torch_modes import refuse_without_gradients
 from colossal_lite.parallel.loss import logits_of, with_logits
-from colossal_lite.parallel.model_loss import CLEAR_NAMES
+from colossal_lite.parallel.model_loss import CLEAR_NAMES, NAMES
 from colossal_lite.zero.build_chunks import sharding_of
 
 ALIKE = 1e-5
@@ -93,7 +92,8 @@ class UserLoop:
         self._rows = len(inputs)
         self._samples = sum(sizes)
         if torch.is_grad_enabled() and self._mesh.size("data") > 1:
-            self._own = _weight_of(inputs, kwargs.get("labels"))
+            given = self._by_name(args, kwargs)
+            self._own = _weight_of(inputs, [x for name in NAMES if (x := given.get(name)) is not inputs])
         first = self._step.samples + self._micro_batches.first_sample(sizes)
         samples = torch.arange(first, first + inputs.shape[0], device=self._parts.context.device)
         local = self._parallelized.local_part(Batch(args, kwargs, labels=samples, samples=samples))
@@ -346,12 +346,16 @@ class UserLoop:
                 f"that a loop of your own does not show; legal: train_step, forward_backward and step, eval_step"
             )
 
+    def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call of the model, by the names of its forward."""
+        taken = signature(self._parts.built.model.forward).parameters
+        return dict(zip(taken, args, strict=False)) | dict(kwargs)
+
     def _refuse_labels(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raises ValueError for labels, from which the model's code would compute a loss of a part of its logits."""
         if self._mesh.size("tensor") == 1:
             return
-        taken = signature(self._parts.built.model.forward).parameters
-        given = dict(zip(taken, args, strict=False)) | dict(kwargs)
+        given = self._by_name(args, kwargs)
         if name := next((name for name in CLEAR_NAMES if given.get(name) is not None), None):
             raise ValueError(
                 f"engine(x): {name} with parallel.tensor={self._mesh.size('tensor')}. The model's own loss would read "
@@ -370,12 +374,14 @@ def _next_node() -> int:
     return 0 if node is None else int(node._sequence_nr()) + 1
 
 
-def _weight_of(inputs: Tensor, labels: Any) -> Tensor:
-    """Samples, and valid labels that the model gets. Also those behind the first token, which causal models count."""
+def _weight_of(inputs: Tensor, labels: Sequence[Any]) -> Tensor:
+    """Samples, and valid labels that the model gets. Also those behind the first token, which causal models count.
+    Models ignore labels of -100, and others of -1; no class is below 0."""
     counts = [torch.full((), len(inputs), device=inputs.device)]  # which waits for no device
-    if isinstance(labels, Tensor) and not labels.is_floating_point():
-        valid = labels != IGNORED
-        counts += [valid.sum(), valid[:, 1:].sum() if labels.dim() > 1 else valid.sum()]
+    for each in labels:
+        if isinstance(each, Tensor) and not each.is_floating_point():
+            valid = each >= 0
+            counts += [valid.sum(), valid[:, 1:].sum() if each.dim() > 1 else valid.sum()]
     return torch.stack(counts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import colossal_lite as cl
 from tests.shared.plain_loop import OfBlocks
 from tests.shared.pool import RankEnv, WorldError, run_world
+from tests.shared.refusals import told_of
 
 WORDS, WIDTH, SAMPLES, TOKENS = 32, 16, 8, 8
 
@@ -305,6 +306,43 @@ def test_a_loop_of_ones_own_is_exact_where_ranks_weigh_alike_or_counts_are_given
 def test_or_the_loss_is_refused_where_they_do_not(rows: tuple[int, ...], padded: bool, says: str) -> None:
     with pytest.raises(WorldError, match=f"a loss without count weighs the same on every rank. {says}"):
         run_world(own_loop, len(rows), rows, padded, False)
+
+
+class Targets(Model):
+    """Takes targets by position, as nanoGPT does, and ignores those of -1."""
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:
+        logits = super().forward(ids)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def loop_of_targets(env: RankEnv, given: str, gives: Sequence[bool]) -> str:
+    """The message of a step whose ranks `gives` the model its targets."""
+    with env.launch(dict(precision="fp64", timeout_s=30)) as context:
+        engine = cl.initialize(Targets().double(), context=context)
+        ids, labels = labelled(0, False)
+        labels[:2, 3:] = -1
+        ids, labels = ids[context.local_batch(len(ids))], labels[context.local_batch(len(ids))]
+        if not gives[env.rank]:
+            engine.backward(mean(engine(ids)[0], labels.clamp(min=0)))
+        else:
+            engine.backward(
+                (engine(ids, labels) if given == "by position" else engine(ids, targets=labels))[1]
+            )
+        return told_of(engine.step)
+
+
+@pytest.mark.parametrize("given", ["by position", "by name"])
+def test_targets_of_minus_1_and_by_position_weigh_too(given: str) -> None:
+    for told in run_world(loop_of_targets, 2, given, (True, True)):
+        assert "Rank 0 has 22 valid labels, rank 1 has 32. Nothing was updated" in told
+
+
+def test_targets_on_one_rank_alone_are_refused_by_name() -> None:
+    for told in run_world(loop_of_targets, 2, "by name", (True, False)):
+        assert "Rank 0 has 22 valid labels, rank 1 has 0. Nothing was updated" in told
 
 
 # ---- generators of Python and numpy ----

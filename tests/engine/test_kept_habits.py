@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,6 +57,16 @@ def test_what_an_engine_has_not_names_what_it_has_in_its_place(name: str) -> Non
         for owner, named in re.findall(r"\b(engine|StepResult|context)\.(\w+)", legal):
             assert hasattr(owners[owner], named)
         assert not hasattr(engine, name)
+
+
+def test_a_name_of_the_model_s_own_is_found_there() -> None:
+    given = model()
+    given.temperature = 2.0
+    with cl.launch(SGD, rank=0, world_size=1) as context:
+        engine: Any = cl.initialize(given, context=context)
+        with pytest.raises(AttributeError, match="Legal: engine.model.temperature, the model's own"):
+            engine.temperature  # noqa: B018
+        assert engine.model.temperature == 2.0
 
 
 def test_a_name_that_nothing_is_known_of_is_no_attribute_of_an_engine() -> None:
@@ -225,3 +236,45 @@ def test_mixed_dtypes_that_autocast_makes_in_our_gpt_name_autocast() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             told = told_of(lambda: engine.train_step(batch()))
         assert "torch.autocast makes them so: leave it out, and set precision of the config" in told
+
+
+# ---- after the end ----
+
+AFTER: dict[str, Callable[[Any], Any]] = {
+    "full_state_dict": lambda engine: engine.full_state_dict(),
+    "full_optimizer_state": lambda engine: engine.full_optimizer_state(),
+    "load_full_state_dict": lambda engine: engine.load_full_state_dict({}),
+    "eval_step": lambda engine: engine.eval_step(batch()),
+    "backward": lambda engine: engine.backward(torch.zeros((), requires_grad=True)),
+    "engine(x)": lambda engine: engine(batch()[0]),
+    "close": lambda engine: engine.close(),
+}
+
+
+def called_late(env: RankEnv, stage: int, closes: bool) -> dict[str, str]:
+    """What each call says after the with block, or after engine.close() within it."""
+    with env.launch(SGD | dict(zero=dict(stage=stage))) as context:
+        engine = cl.initialize(model(), context=context)
+        engine.train_step(batch())
+        if closes:
+            engine.close()
+            names = ("eval_step", "backward", "engine(x)")
+            return {name: told_of(partial(AFTER[name], engine)) for name in names}
+    return {name: told_of(partial(call, engine)) for name, call in AFTER.items()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_calls_after_the_context_are_refused_by_name(stage: int) -> None:
+    for told in run_world(called_late, 2, stage, False):
+        assert ("close: the context is closed" in told["close"]) == (stage == 3)
+        for name in ("full_state_dict", "full_optimizer_state", "load_full_state_dict"):
+            assert f"{name}: the context is closed" in told[name]
+        for name in ("eval_step", "backward", "engine(x)"):
+            assert f"{name}: this engine is closed" in told[name]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_calls_after_engine_close_are_refused_by_name(stage: int) -> None:
+    for told in run_world(called_late, 2, stage, True):
+        for name, said in told.items():
+            assert f"{name}: this engine is closed" in said

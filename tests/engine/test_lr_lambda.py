@@ -149,7 +149,7 @@ LINEAR = dict(lr_scheduler=dict(type="linear", total_steps=9))
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LINEAR, dict(lr_lambda=lambda step: 1.0), "lr_lambda beside lr_scheduler.type='linear'"),
     ({}, dict(lr_lambda=lambda step: 1.0, optimizer=torch.optim.SGD), "lr_lambda beside optimizer="),
-    ({}, dict(lr_lambda=0.5), "lr_lambda=0.5; legal: a function"),
+    ({}, dict(lr_lambda=0.5), "lr_lambda=0.5; legal: None, or a function"),
 ]
 
 
