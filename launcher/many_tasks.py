@@ -38,8 +38,10 @@ def train_many(
     Raises ValueError, before anything is allocated, with everything that is wrong.  Raises WorkersLostError if a
     supervisor dies, and Stopped, with all saved, after a stop signal.
     """
+    from colossal_lite.many.task import check_kinds
     from colossal_lite.many.trainer import train
 
+    check_kinds(tasks, config, directory, stop, on_report, resume)
     with launch({"backend": "gloo", "timeout_s": timeout_s}) as context:
         prepare = partial(env.show_one_device, context.local_rank)
         return train(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,11 @@ from colossal_lite.many.task import Halving, Task, lay_over
 OF_A_TASK = ("build", "data", "evaluate", "criterion", "steps", "global_batch", "devices", "config", "step_s")
 TOP = (*OF_A_TASK, "directory", "policy", "quantum", "save_every", "stop", "task", "grid")
 FUNCTIONS = ("build", "data", "evaluate", "criterion")
+KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    "name": (str, "a text"), "directory": (str, "a text"), "config": (Mapping, "a table of settings"),
+    "stop": (Mapping, "a table of metric, rungs and keep"), "step_s": ((int, float), "seconds"),
+}  # fmt: skip
+"""Of keys whose values are read here; `task.check` judges the others."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,10 @@ def read_sweep(path: Path) -> Sweep:
     tasks, step_s = [], dict[str, float]()
     for number, row in enumerate(rows):
         problems += _unknown(row, ("name", *OF_A_TASK), f"task[{number}].")
+    kinds = [_of_other_kinds(row, f"task[{number}].") for number, row in enumerate(rows)]
+    if found := [*_of_other_kinds(raw, ""), *chain.from_iterable(kinds)]:
+        raise _unreadable(path, [*problems, *found])
+    for number, row in enumerate(rows):
         for name, settings, keywords in _grid(raw.get("grid", {}), row.get("name", ""), problems):
             task = _task(name or f"task{number}", shared | dict(row), settings, keywords, problems)
             tasks += [task] if task else []
@@ -57,12 +68,22 @@ def read_sweep(path: Path) -> Sweep:
     if stop is not None:
         problems += _unknown(stop, ("metric", "rungs", "keep"), "stop.")
     if problems:
-        raise ValueError("\n".join([f"{path} cannot be read:", *(f"  {p}" for p in dict.fromkeys(problems))]))
+        raise _unreadable(path, problems)
     return Sweep(
         tuple(tasks), step_s, raw.get("config", {}), Path(raw.get("directory", Path("runs") / path.stem)),
         raw.get("policy", "link"), raw.get("save_every"), None if stop is None else Halving(**stop),
         raw.get("quantum", "step"),
     )  # fmt: skip
+
+
+def _unreadable(path: Path, problems: Sequence[str]) -> ValueError:
+    return ValueError("\n".join([f"{path} cannot be read:", *(f"  {p}" for p in dict.fromkeys(problems))]))
+
+
+def _of_other_kinds(given: Mapping[str, Any], where: str) -> Iterator[str]:
+    for name, (kind, words) in KINDS.items():
+        if name in given and not isinstance(given[name], kind):
+            yield f"{where}{name}={given[name]!r}; legal: {words}"
 
 
 def _unknown(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> Iterator[str]:
@@ -80,12 +101,17 @@ def _grid(grid: Any, name: str, problems: list[str]) -> Iterator[tuple[str, dict
     ):
         problems.append('grid: legal: setting = [value, ...], such as "optimizer.lr" = [1e-4, 3e-4]')
         return
-    flat = {path: values for path, values in grid.items()}
-    for point in itertools.product(*flat.values()):
+    if of_a_task := [path for path in grid if path in (*OF_A_TASK, "name")]:
+        problems.append(
+            f'grid: {", ".join(of_a_task)}; legal: settings of the config, such as "optimizer.lr", and arguments of '
+            f'build, such as "build.layers". What else a task has stands in its [[task]]'
+        )
+        return
+    for point in itertools.product(*grid.values()):
         settings: dict[str, Any] = {}
         keywords: dict[str, Any] = {}
         words = [name] if name else []
-        for path, value in zip(flat, point, strict=True):
+        for path, value in zip(grid, point, strict=True):
             head, _, rest = path.partition(".")
             words.append(f"{path.rpartition('.')[2]}={_word(value)}")
             if head == "build" and rest:
@@ -119,9 +145,23 @@ def _task(
         if not isinstance(value, int) or isinstance(value, bool):
             problems.append(f"{name}: {key}={value!r}; legal: a whole number")
             return None
-    build = partial(found.pop("build"), **keywords) if keywords else found.pop("build")
+    build = found.pop("build")
+    if unknown := _not_taken(build, keywords):
+        problems.append(f"{name}: build.{unknown} in grid; legal: an argument that {row['build']} takes")
+        return None
+    build = partial(build, **keywords) if keywords else build
     config = lay_over(row.get("config", {}), settings)
     return Task(name, build, config=config, **numbers, **found)
+
+
+def _not_taken(build: Any, keywords: Mapping[str, Any]) -> str:
+    """The first of `keywords` that the function has no argument for, or ""."""
+    for name in keywords:
+        try:
+            inspect.signature(build).bind_partial(**{name: None})
+        except TypeError:
+            return name
+    return ""
 
 
 def _function(where: str, text: Any, problems: list[str]) -> Any:

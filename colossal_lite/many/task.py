@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from torch import nn
@@ -74,6 +76,21 @@ def lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
     return out
 
 
+def check_kinds(tasks: Any, config: Any, directory: Any, stop: Any, on_report: Any, resume: Any) -> None:
+    """Raises ValueError for an argument of `train_many` that is of another kind."""
+    are_tasks = isinstance(tasks, Sequence) and all(isinstance(task, Task) for task in tasks)
+    for name, given, fits, legal in (
+        ("tasks", tasks, are_tasks, "a list of cl.Task"),
+        ("config", config, isinstance(config, Mapping), "a dict of settings"),
+        ("directory", directory, isinstance(directory, (str, os.PathLike)), "the path of a folder"),
+        ("stop", stop, isinstance(stop, Halving | None), "cl.Halving, or None"),
+        ("on_report", on_report, on_report is None or callable(on_report), "a function, or None"),
+        ("resume", resume, isinstance(resume, bool), "True or False"),
+    ):
+        if not fits:
+            raise ValueError(f"train_many: {name}={given!r}; legal: {legal}")
+
+
 def check(
     tasks: Sequence[Task],
     shared: Mapping[str, Any],
@@ -94,7 +111,7 @@ def check(
 def _of_all(
     tasks: Sequence[Task], policy: str, stop: Halving | None, save_every: int | None, quantum: str
 ) -> Iterator[str]:
-    names = [task.name for task in tasks]
+    names = [str(task.name) for task in tasks]
     if not tasks:
         yield "tasks: there is none; legal: one or more cl.Task"
     for name in sorted({name for name in names if names.count(name) > 1}):
@@ -103,36 +120,49 @@ def _of_all(
         yield f"policy={policy!r}: no such policy; legal: {', '.join(POLICIES)}"
     if quantum not in QUANTA:
         yield f"quantum={quantum!r}: legal: {', '.join(map(repr, QUANTA))}"
-    if save_every is not None and save_every < 1:
-        yield f"save_every={save_every}; legal: 1 or more steps, or None"
+    if save_every is not None and not _counts(save_every):
+        yield f"save_every={save_every!r}; legal: 1 or more steps, or None"
     if stop is None:
         return
     if stop.metric not in ("loss", "held_out"):
         yield f"stop.metric={stop.metric!r}; legal: 'loss', 'held_out'"
-    if not 0 < stop.keep < 1:
-        yield f"stop.keep={stop.keep}; legal: a share between 0 and 1"
-    most = max((task.steps for task in tasks), default=0)
-    rungs = list(stop.rungs)
-    if not rungs or rungs != sorted(set(rungs)) or rungs[0] < 1 or rungs[-1] >= most > 0:
-        yield f"stop.rungs={tuple(rungs)}; legal: rising steps, from 1 and below {most}, the most that a task makes"
+    keep: Any = stop.keep
+    if not isinstance(keep, Real) or not 0 < float(keep) < 1:
+        yield f"stop.keep={keep!r}; legal: a share between 0 and 1"
+    most = max((task.steps for task in tasks if _counts(task.steps)), default=0)
+    rungs = list(stop.rungs) if isinstance(stop.rungs, Sequence) else []
+    rises = bool(rungs) and all(map(_counts, rungs)) and rungs == sorted(set(rungs))
+    if not rises or rungs[-1] >= most > 0:
+        yield f"stop.rungs={stop.rungs!r}; legal: rising steps, from 1 and below {most}, the most that a task makes"
     if stop.metric == "held_out" and (without := [task.name for task in tasks if task.evaluate is None]):
         yield f"stop.metric='held_out': {', '.join(without)} have no evaluate; legal: evaluate for every task"
 
 
+def _counts(value: Any) -> bool:
+    """Whether it is a whole number, 1 or more."""
+    return type(value) is not bool and isinstance(value, Integral) and int(value) >= 1
+
+
 def _of_task(task: Task, shared: Mapping[str, Any], devices: int) -> Iterator[str]:
-    if not NAME.fullmatch(task.name):
+    if not isinstance(task.name, str) or not NAME.fullmatch(task.name):
         yield "the name is also a folder; legal: up to 128 letters, digits and . _ = , + -, the first a letter or digit"
     if not callable(task.build):
         yield f"build is a {type(task.build).__name__}; legal: an nn.Module, or a function that returns one"
     for name in ("steps", "global_batch"):
-        if getattr(task, name) < 1:
-            yield f"{name}={getattr(task, name)}; legal: 1 or more"
+        if not _counts(getattr(task, name)):
+            yield f"{name}={getattr(task, name)!r}; legal: a whole number, 1 or more"
     for name in ("data", "evaluate"):
         given = getattr(task, name)
         if given is not None and not callable(given) and not hasattr(given, "__len__"):
             yield f"{name}: a {type(given).__name__} has no length; legal: a dataset with one, or a function of one"
+    if task.criterion not in (None, "model") and not callable(task.criterion):
+        yield f"criterion={task.criterion!r}; legal: a callable, 'model' or None"
     if task.data is None:
         yield "data=None; legal: a dataset, or a function that returns one"
+    settings: Any = task.config
+    if not isinstance(settings, Mapping):
+        yield f"config={settings!r}; legal: a dict of settings"
+        return
     if fault := gang_fault(task.devices, devices):
         yield fault
         return

@@ -316,30 +316,55 @@ class FirstBatch:
 
     def waits_for(self, samples: int) -> bool:
         """Whether it looks at a forward with so many samples. An evaluation cuts no batch."""
-        return self.model is not None and torch.is_grad_enabled() and samples > 1
+        return self.model is not None and torch.is_grad_enabled() and samples > 0
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
-        """As `check_samples_apart`, with the first of the `samples` of a forward's arguments, on the CPU. A copy that
-        does not run on them shows nothing."""
+        """As `check_samples_apart`, with the first of the `samples` of a forward's arguments, on the CPU. Then with
+        rows for further ranks as well. A copy that does not run on them shows nothing."""
         assert self.model is not None
         count = min(samples, FEW_SAMPLES)
-
-        def few(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.dim():
-                return value
-            some = value.detach()[:count]
-            return some.double() if some.is_floating_point() else some
-
-        numbers = torch.arange(count)
-        given = Batch(tuple(map(few, args)), {n: few(x) for n, x in kwargs.items()}, numbers, numbers)
+        if self.repeats and not count % 2:
+            with suppress(NotRunError):
+                self.repeats.check(self.model, _rows(args, kwargs, count).cut(2), "a copy", sum_of_squares)
+        if count > 1:
+            with suppress(NotRunError):
+                self._check_parts(_rows(args, kwargs, count), 2)
+        ranks = max(2, FEW_SAMPLES // count)
         with suppress(NotRunError):
-            parts, kind = given.cut(2), type(self.model.inner).__name__
-            if self.repeats and not count % 2:
-                self.repeats.check(self.model, parts, "a copy", sum_of_squares)
-            if self.cuts and (found := difference_of_parts(self.model, given, parts, sum_of_squares)):
-                _refuse_mixing(kind, "a copy", found.removeprefix("inner."), self.cuts)
-            if self.cuts and (found := difference_of_parts(self.model, given, parts, sum_of_squares, SEED)):
-                raise ValueError(_not_linear(kind, found.removeprefix("inner.")))
+            self._check_parts(_with_more_rows(args, kwargs, count, ranks), ranks)
+
+    def _check_parts(self, batch: Batch, number: int) -> None:
+        assert self.model is not None
+        parts, kind = batch.cut(number), type(self.model.inner).__name__
+        if self.cuts and (found := difference_of_parts(self.model, batch, parts, sum_of_squares)):
+            _refuse_mixing(kind, "a copy", found.removeprefix("inner."), self.cuts)
+        if self.cuts and (found := difference_of_parts(self.model, batch, parts, sum_of_squares, SEED)):
+            raise ValueError(_not_linear(kind, found.removeprefix("inner.")))
+
+
+def _rows(args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Batch:
+    """The first rows of the arguments of a forward, on the CPU and in float64."""
+
+    def few(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        some = value.detach()[:count]
+        return some.double() if some.is_floating_point() else some
+
+    numbers = torch.arange(count)
+    return Batch(tuple(map(few, args)), {n: few(x) for n, x in kwargs.items()}, numbers, numbers)
+
+
+def _with_more_rows(args: Sequence[Any], kwargs: Mapping[str, Any], count: int, ranks: int) -> Batch:
+    """As `_rows`, with as many for each of further `ranks`: the same ones rolled, where rows have several values."""
+
+    def for_all(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        some = value[:count]
+        return torch.cat([some.roll(rank, -1) if some.dim() > 1 else some for rank in range(ranks)])
+
+    return _rows([for_all(x) for x in args], {n: for_all(x) for n, x in kwargs.items()}, ranks * count)
 
 
 FEW_SAMPLES = 4

@@ -337,6 +337,9 @@ class SeesOthers(nn.Module):
             h = h / len(h)
         elif self.how == "in-batch negatives":
             return F.normalize(h, dim=-1) @ F.normalize(x, dim=-1).T
+        elif self.how == "two groups":
+            groups = h.view(2, -1, D) if len(h) % 2 == 0 else h[None]
+            h = (h.view_as(groups) - groups.mean(1, keepdim=True)).view(-1, D)
         elif self.how == "mean, of another name":
             return dict(count=torch.ones(()), scores=self.head(h - h.mean(0, keepdim=True)))
         logits: Tensor = self.head(h)
@@ -375,13 +378,18 @@ def test_the_first_batch_shows_that_samples_see_each_other_where_words_cannot(ho
     assert isinstance(one, float), "a rank that has the whole batch takes the model"
 
 
+@pytest.mark.parametrize("how, world", [("two groups", 2), ("two groups", 4), ("mean", 4)])
+def test_so_it_does_where_the_samples_of_a_rank_are_too_few_to_show_it(how: str, world: int) -> None:
+    for told_of in run_world(first_step, world, how, {}, "engine's"):
+        assert "samples of SeesOthers see each other" in str(told_of) and f"data={world}" in str(told_of)
+
+
 def test_a_model_of_vectors_whose_samples_are_apart_trains_on_parts_of_a_batch() -> None:
     (whole,) = run_world(first_step, 1, "apart", {}, "engine's")
     (turns,) = run_world(first_step, 1, "apart", dict(gradient_accumulation=2), "engine's")
     named = run_world(first_step, 2, "apart", {}, "own, by name")
-    assert [turns, *run_world(first_step, 2, "apart", {}, "engine's"), *named] == pytest.approx(
-        5 * [whole], rel=1e-12
-    )
+    ranks = [loss for world in (2, 4) for loss in run_world(first_step, world, "apart", {}, "engine's")]
+    assert [turns, *ranks, *named] == pytest.approx(9 * [whole], rel=1e-12)
 
 
 def test_a_call_without_a_tensor_is_refused_by_its_names() -> None:

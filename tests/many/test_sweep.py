@@ -68,6 +68,32 @@ rung = [3]
         assert words in str(told.value), words
 
 
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("step_s = 'x'", "step_s='x'; legal: seconds"),
+        ("config = 'x'", "config='x'; legal: a table of settings"),
+        ("directory = 3", "directory=3; legal: a text"),
+        ("stop = 3", "stop=3; legal: a table of metric, rungs and keep"),
+        ("save_every = 'x'", "save_every='x'; legal: 1 or more steps"),
+        ("[stop]\nrungs = 3", "stop.rungs=3; legal: rising steps"),
+        ("[stop]\nkeep = 'x'\nrungs = [1]", "stop.keep='x'; legal: a share"),
+        ("[[task]]\nname = 3", "task[0].name=3; legal: a text"),
+        ("[[task]]\nconfig = 'x'", "task[0].config='x'; legal: a table"),
+        ("[grid]\nsteps = [1, 2]", "grid: steps; legal: settings of the config"),
+        (
+            '[grid]\n"build.nosuch" = [1]',
+            "build.nosuch in grid; legal: an argument that tests.many.tasks:gpt takes",
+        ),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["many", str(written(tmp_path, HEAD + text))]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_plan_prints_every_policy_and_trains_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -464,6 +464,34 @@ def test_everything_that_is_wrong_is_refused_at_once() -> None:
         check([], CONFIG, "link", None, None, 1)
 
 
+@pytest.mark.parametrize(
+    "given, legal",
+    [
+        (dict(tasks=3), "a list of cl.Task"),
+        (dict(tasks=["x"]), "a list of cl.Task"),
+        (dict(config="x"), "a dict of settings"),
+        (dict(directory=3), "the path of a folder"),
+        (dict(stop="x"), "cl.Halving, or None"),
+        (dict(on_report=3), "a function, or None"),
+        (dict(resume="x"), "True or False"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(
+    given: dict[str, Any], legal: str, tmp_path: Path
+) -> None:
+    arguments: Any = dict(tasks=[task("a")], config=CONFIG, directory=tmp_path) | given
+    ((name, value),) = given.items()
+    with pytest.raises(ValueError) as told:
+        cl.train_many(**arguments)
+    assert str(told.value) == f"train_many: {name}={value!r}; legal: {legal}"
+
+
+def test_a_criterion_that_is_none_is_refused_before_a_task_opens() -> None:
+    for criterion in ("mdoel", 3):
+        with pytest.raises(ValueError, match=f"criterion={criterion!r}; legal: a callable, 'model' or None"):
+            check([task("a", criterion=criterion)], CONFIG, "link", None, None, 1)
+
+
 def wide() -> cl.models.GPT:
     return cl.models.GPT(replace(own.SHAPE, layers=2, width=256))
 
