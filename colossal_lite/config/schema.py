@@ -209,9 +209,9 @@ class LRSchedulerConfig(Section):
         if self.type == "constant":
             return
         if self.total_steps is None:
-            yield SettingError(
-                "total_steps", f"{self.type} needs it", "an int >= 1: the optimizer steps of the run"
-            )
+            least = max(1, self.warmup_steps + (self.decay_steps or 1 if self.type == "wsd" else 0))
+            rule = f"an int >= {least}: the optimizer steps of the run"
+            yield SettingError("total_steps", f"{self.type} needs it", rule)
             return
         if self.warmup_steps > self.total_steps:
             yield SettingError(

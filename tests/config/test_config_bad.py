@@ -242,6 +242,14 @@ def contradictions() -> Iterator[Bad]:
     for kind in ("cosine", "linear", "wsd", "one_cycle", "polynomial"):
         config = {"lr_scheduler": {"type": kind}}
         yield Bad(f"{config}", "lr_scheduler.total_steps", None, lambda c=config: Config.load(c), "int >= 1")
+    for more, least in (
+        (dict(type="cosine", warmup_steps=13), 13),
+        (dict(type="wsd", warmup_steps=5, decay_steps=4), 9),
+    ):
+        Config.load(dict(lr_scheduler=dict(more, total_steps=least)))
+        config = dict(lr_scheduler=more)
+        legal = f"int >= {least}:"
+        yield Bad(f"{config}", "lr_scheduler.total_steps", None, lambda c=config: Config.load(c), legal)
     group = {"match": "*.weight", "nesterov": True}
     grouped = {"optimizer": {"type": "sgd", "groups": [group]}}
     yield Bad(f"{grouped}", "optimizer.groups.0.nesterov", True, lambda: Config.load(grouped), "momentum")
