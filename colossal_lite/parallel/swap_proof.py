@@ -154,7 +154,7 @@ def prove(
     wait_s = max(LONGEST_S, 4 * layout.world_size * truth.took_s)  # for the work of all the others
     with generators_kept():
         torch.set_rng_state(truth.random)
-        world = EmulatedWorld(wait_s)
+        before, world = states(), EmulatedWorld(wait_s)
         meshes = Mesh.emulated(layout, world)
         ranks = [_Rank(deep_copy(model).train(), mesh, batch, replace, Calls(), criterion) for mesh in meshes]
         try:
@@ -162,13 +162,21 @@ def prove(
         except (_FailedError, EndedError) as failed:
             cause = failed.__cause__ or failed
             where = (failed.place,) if isinstance(failed, _FailedError) and failed.place else ()
-            return Difference(f"{type(cause).__name__}: {_line(cause)}", where)
+            told = f"{type(cause).__name__}: {_line(cause)}"
+            return Difference(told + _of_draws(drawn_between(before, states())), where)
+        drew = drawn_between(before, states())
     every = [each for each in found if each is not None]
     if not every:
         return None
-    first = every[0]
     places = dict.fromkeys(place for each in every for place in each.where)
-    return Difference(first.what, tuple(places))
+    return Difference(every[0].what + _of_draws(drew), tuple(places))
+
+
+def _of_draws(generator: str) -> str:
+    """What to say of a difference between ranks that share a `generator` which has drawn."""
+    return (
+        generator and f", and code that draws from {generator}, which gives each emulated rank other numbers"
+    )
 
 
 def check_finite(model: nn.Module, batch: Batch, criterion: ModelLoss | None = None) -> None:

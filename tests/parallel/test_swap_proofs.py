@@ -176,6 +176,26 @@ def test_a_fused_qkv_that_is_no_qkv_is_refused_with_the_role_that_fits(mode: str
         swap(MODELS["plain"](), plan, MODES[mode])
 
 
+def drawn_by_torch(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * torch.rand(())
+
+
+def drawn_by_python(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * random.random()
+
+
+@pytest.mark.parametrize(
+    "hook, generator", [(drawn_by_torch, "torch's own generator"), (drawn_by_python, "Python's random")]
+)
+def test_a_difference_of_a_model_that_draws_names_the_generator(hook: Any, generator: str) -> None:
+    model = MODELS["plain"]()
+    model.get_submodule("blocks.1").register_forward_hook(hook)
+    with pytest.raises(
+        ValueError, match=f"and code that draws from {generator}, which gives each emulated rank"
+    ):
+        swap(model, plan_of("plain"), MODES["1d"])
+
+
 def test_ranks_refuse_alike() -> None:
     with pytest.raises(WorldError, match=r"blocks\.1\.up \(ScaledLinear\)") as error:
         run_world(on_ranks, 2, "subclass of Linear", MODES["1d"], {})
