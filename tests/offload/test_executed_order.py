@@ -26,6 +26,7 @@ from colossal_lite.schedule.plan import DISK, Action, ActionKind
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.sharded_weights import ParameterGather
 from tests.offload.test_high_water import held_of
+from tests.shared.held_at_once import held_at_once
 from tests.shared.parity import Case, start
 from tests.shared.pool import RankEnv, run_world
 from tests.zero.test_memory_budget import DEEP, config_of
@@ -118,6 +119,7 @@ def unlike(env: RankEnv, case: Case, memory: dict[str, Any]) -> list[str]:
     with ExitStack() as watched:
         for owner, name, noting in seen_by(events):
             watched.enter_context(patch.object(owner, name, noting))
+        held_bytes = watched.enter_context(held_at_once())
         full = replace(case, config=dict(case.config) | dict(memory=memory, timeout_s=PATIENCE_S)).full_config
         with env.launch(full) as context:
             engine = start(case, context)
@@ -137,7 +139,7 @@ def unlike(env: RankEnv, case: Case, memory: dict[str, Any]) -> list[str]:
             faults = (
                 [] if [span.action for span in run.spans] == planned else ["the list is run in another order"]
             )
-            held = [] if run.comm.size > 1 else held_of(engine)
+            held = [] if run.comm.size > 1 else held_of(engine, held_bytes)
     faults += [f"{row}" for row in rows if not row.now_bytes == row.peak_bytes == row.forecast_bytes]
     faults += [f"slots: {most} of {planned} planned" for most, planned in held if most != planned]
     return faults + list(_differences(events, step, updates, is_staged=bool(case.pipeline != 1)))
