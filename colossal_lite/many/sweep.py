@@ -17,11 +17,23 @@ from colossal_lite.config.errors import nearest
 from colossal_lite.config.source import read_source
 from colossal_lite.many.task import Halving, Task, lay_over
 
-OF_A_TASK = ("build", "data", "evaluate", "criterion", "steps", "global_batch", "devices", "config", "step_s")
+OF_A_TASK = (
+    "build",
+    "data",
+    "evaluate",
+    "criterion",
+    "steps",
+    "global_batch",
+    "devices",
+    "loader",
+    "config",
+    "step_s",
+)
 TOP = (*OF_A_TASK, "directory", "policy", "quantum", "save_every", "stop", "task", "grid")
 FUNCTIONS = ("build", "data", "evaluate", "criterion")
 KINDS: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     "name": (str, "a text"), "directory": (str, "a text"), "config": (Mapping, "a table of settings"),
+    "loader": (Mapping, "a table of arguments"),
     "stop": (Mapping, "a table of metric, rungs and keep"), "step_s": ((int, float), "seconds"),
 }  # fmt: skip
 """Of keys whose values are read here; `task.check` judges the others."""
@@ -145,13 +157,16 @@ def _task(
         if not isinstance(value, int) or isinstance(value, bool):
             problems.append(f"{name}: {key}={value!r}; legal: a whole number")
             return None
+    loader = dict(row.get("loader", {}))
+    if "collate" in loader:
+        loader["collate"] = _function(f"{name}: loader.collate", loader["collate"], problems)
     build = found.pop("build")
     if unknown := _not_taken(build, keywords):
         problems.append(f"{name}: build.{unknown} in grid; legal: an argument that {row['build']} takes")
         return None
     build = partial(build, **keywords) if keywords else build
     config = lay_over(row.get("config", {}), settings)
-    return Task(name, build, config=config, **numbers, **found)
+    return Task(name, build, config=config, loader=loader, **numbers, **found)
 
 
 def _not_taken(build: Any, keywords: Mapping[str, Any]) -> str:

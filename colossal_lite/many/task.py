@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 from colossal_lite.config.config import Config
+from colossal_lite.engine.loader_arguments import loader_names
 from colossal_lite.many.build_timetable import QUANTA
 from colossal_lite.many.jobs import gang_fault
 from colossal_lite.many.policies import POLICIES
@@ -29,10 +30,10 @@ class Task:
     """One training of `train_many`, on one device or a gang of them.
 
     `build`, `criterion`: as `cl.initialize` takes a model and a criterion.  `data`: as `Run.batches` takes a dataset,
-    with a length, or a function of no argument that returns one.  `steps`: optimizer steps.  `global_batch`: samples of
-    a step.  `evaluate`: held-out data, whose mean loss is told after the last step.  `config`: settings of this task,
-    which lie over the shared ones.  `devices`: how many train it at once, as ranks of a world of its own. It divides
-    the number of all."""
+    with a length, or a function of no argument that returns one.  `loader`: its further arguments there, such as
+    `labels` and `collate`.  `steps`: optimizer steps.  `global_batch`: samples of a step.  `evaluate`: held-out data,
+    whose mean loss is told after the last step.  `config`: settings of this task, which lie over the shared ones.
+    `devices`: how many train it at once, as ranks of a world of its own. It divides the number of all."""
 
     name: str
     build: Build
@@ -40,6 +41,7 @@ class Task:
     steps: int = field(kw_only=True)
     global_batch: int = field(kw_only=True)
     evaluate: Any = field(default=None, kw_only=True)
+    loader: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     config: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
     criterion: Any = field(default=None, kw_only=True)
     devices: int = field(default=1, kw_only=True)
@@ -157,6 +159,10 @@ def _of_task(task: Task, shared: Mapping[str, Any], devices: int) -> Iterator[st
             yield f"{name}: a {type(given).__name__} has no length; legal: a dataset with one, or a function of one"
     if task.criterion not in (None, "model") and not callable(task.criterion):
         yield f"criterion={task.criterion!r}; legal: a callable, 'model' or None"
+    legal = loader_names(less=["start", "global_batch"])
+    loader: Any = task.loader
+    if not isinstance(loader, Mapping) or set(loader) - set(legal):
+        yield f"loader={loader!r}; legal: a dict of {', '.join(legal)}"
     if task.data is None:
         yield "data=None; legal: a dataset, or a function that returns one"
     settings: Any = task.config
@@ -181,7 +187,8 @@ def fingerprint(tasks: Sequence[Task], shared: Mapping[str, Any]) -> dict[str, s
 
     def of(task: Task) -> str:
         config = Config.load(task.settings(shared)).check_world(task.devices)
-        facts = [task.steps, task.global_batch, config.values()]
+        loader = [dict(task.loader)] if task.loader else []
+        facts = [task.steps, task.global_batch, config.values(), *loader]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     return {task.name: of(task) for task in tasks}

@@ -142,7 +142,7 @@ class OpenTask:
             )
             self.run = Run(folder_of(order.directory, task.name), engine, save_every=order.save_every)
             self.batches: Iterator[Any] = iter(
-                self.run.batches(data, steps=task.steps, global_batch=task.global_batch)
+                self.run.batches(data, steps=task.steps, global_batch=task.global_batch, **task.loader)
             )
         except BaseException:
             self.context.__exit__(*sys.exc_info())
@@ -150,13 +150,14 @@ class OpenTask:
 
     def _first_samples(self, data: Any) -> Any:
         """The first ones in the order of the task, for proofs; None where none needs them, or if they are too few."""
-        parallel, load, shown = self.context.config.parallel, self.context.dataloader, self.task.global_batch
+        parallel, shown = self.context.config.parallel, self.task.global_batch
+        load = partial(self.context.dataloader, data, **self.task.loader)
         if self.task.criterion == "model":
-            most = load(data, global_batch=shown).num_samples
+            most = load(global_batch=shown).num_samples
             shown = max(shown, min(SHOWN * self.task.devices, most or shown))
         elif parallel.tensor.size == 1 and not parallel.pipeline.is_staged:
             return None
-        return next(iter(load(data, global_batch=shown)), None)
+        return next(iter(load(global_batch=shown)), None)
 
     @property
     def step(self) -> int:

@@ -128,6 +128,22 @@ def of_pictures() -> list[dict[str, torch.Tensor]]:
     return [dict(pixel_values=x, labels=torch.tensor(i % 3)) for i, x in enumerate(values)]
 
 
+def of_texts() -> torch.nn.Module:
+    """A causal model of another library."""
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=32, n_positions=16, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )  # fmt: skip
+
+
+def texts(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A collator, which makes labels of the ids."""
+    ids = torch.stack(samples)
+    return dict(input_ids=ids, labels=ids)
+
+
 def task(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:
     given: dict[str, Any] = dict(build=gpt, data=TRAIN, evaluate=VALID, config={}) | more
     build, config = given.pop("build"), dict(optimizer=dict(lr=lr)) | given.pop("config")
@@ -139,9 +155,9 @@ def alone(env: RankEnv, task: cl.Task, folder: Path) -> tuple[list[float], dict[
     losses = []
     assert callable(task.build)
     with env.launch(task.settings(CONFIG)) as context:
-        engine = cl.initialize(task.build, context=context)
+        engine = cl.initialize(task.build, context=context, criterion=task.criterion)
         run = cl.Run(folder, engine)
-        for batch in run.batches(task.data, steps=task.steps, global_batch=task.global_batch):
+        for batch in run.batches(task.data, steps=task.steps, global_batch=task.global_batch, **task.loader):
             losses.append(float(run.step(batch).loss))
         held_out = run.evaluate(task.evaluate, global_batch=task.global_batch)
         weights = engine.full_state_dict()

@@ -79,6 +79,12 @@ rung = [3]
         ("[stop]\nrungs = 3", "stop.rungs=3; legal: rising steps"),
         ("[stop]\nkeep = 'x'\nrungs = [1]", "stop.keep='x'; legal: a share"),
         ("[[task]]\nname = 3", "task[0].name=3; legal: a text"),
+        ("[[task]]\nloader = 'x'", "task[0].loader='x'; legal: a table of arguments"),
+        ("[loader]\nlabel = 'x'", "loader={'label': 'x'}; legal: a dict of shuffle"),
+        (
+            "[loader]\ncollate = 'tests.many.tasks:nosuch'",
+            "loader.collate = 'tests.many.tasks:nosuch': no such",
+        ),
         ("[[task]]\nconfig = 'x'", "task[0].config='x'; legal: a table"),
         ("[grid]\nsteps = [1, 2]", "grid: steps; legal: settings of the config"),
         (

@@ -486,6 +486,23 @@ def test_an_argument_of_another_kind_is_refused_by_name(
     assert str(told.value) == f"train_many: {name}={value!r}; legal: {legal}"
 
 
+def test_a_task_reads_its_data_as_its_loader_says(tmp_path: Path) -> None:
+    loader = dict(collate=own.texts, labels="unshifted", shuffle=False)
+    rows = [*own.TOKENS[:22]]
+    given = dict(build=own.of_texts, data=rows, evaluate=rows, loader=loader)
+    tasks = [task("texts", **given), task("shuffled", **given | dict(loader=loader | dict(shuffle=True)))]
+    expected = by_themselves(tasks, tmp_path / "alone")
+    found: Found = run_world(together, 1, tasks, tmp_path / "many", {})[0]
+    assert_as_alone(found, expected, tmp_path / "many", tasks)
+    assert expected["texts"]["losses"] != expected["shuffled"]["losses"]
+
+
+@pytest.mark.parametrize("loader", [3, dict(label="unshifted"), dict(start=4)])
+def test_a_loader_of_other_arguments_is_refused_by_name(loader: Any) -> None:
+    with pytest.raises(ValueError, match="task 'a': loader=.*; legal: a dict of shuffle, drop_last, workers"):
+        check([task("a", loader=loader)], CONFIG, "link", None, None, 1)
+
+
 def test_a_criterion_that_is_none_is_refused_before_a_task_opens() -> None:
     for criterion in ("mdoel", 3):
         with pytest.raises(ValueError, match=f"criterion={criterion!r}; legal: a callable, 'model' or None"):
