@@ -142,9 +142,17 @@ class Engine:
         self._watch = UpdateWatch(parts, self._state.rest)
         self._at_end = ExitStack()  # runs when the context closes, unless the engine was closed before
         self._switched = ExitStack()  # what torch was switched to for this engine
-        if config.deterministic:
+        self._register_ends()
+        self._state.resume_task()
+        built.records.on_flush = self._state.rest
+        self._is_made = True
+
+    def _register_ends(self) -> None:
+        """What runs when the engine or its context is closed, the last first."""
+        context = self.context
+        if context.config.deterministic:
             self._switched.callback(enforced())
-        self._switched.callback(ForeignSteps(built.model).close)
+        self._switched.callback(ForeignSteps(self.model).close)
         context.on_close(self._switched.close)
         self._at_end.callback(self._let_go)
         self._at_end.callback(self._state.end)
@@ -152,9 +160,6 @@ class Engine:
         context.on_close(self._at_end.close)
         context.on_close(context.tell_fault)
         context.on_finish(partial(last_save_failed, self._state.checkpoints, context, self._open))
-        self._state.resume_task()
-        built.records.on_flush = self._state.rest
-        self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_is_made" in self.__dict__ and not name.startswith("_"):

@@ -184,12 +184,8 @@ def _initialize(
     chunks, frozen = _build_chunks(
         module, names, originals, recipes, parallelized, all_packed, stages, context, tuple(numels), records
     )  # fmt: skip
-    if order is None and context.is_main and config.compile == "none":
-        warn_if_out_of_order(
-            module,
-            [chunk.spec for chunk in chunks],
-            {id(p): name for name, p in names.parameters(module).items()},
-        )
+    if order is None:
+        _warn_of_order(module, chunks, names, context)
     buffers_to_device(module, context.device)
     built = Built(
         module, names, stages, parallelized, streams, all_packed, chunks, frozen, trainable, records, blocks,
@@ -200,6 +196,13 @@ def _initialize(
     context.models.add(module)
     engine.on_step(partial(_tell_of_end, context), reads_weights=False)
     return engine
+
+
+def _warn_of_order(module: nn.Module, chunks: Sequence[Chunk], names: GlobalNames, context: Context) -> None:
+    """Let the main rank warn if a forward uses chunks out of order. It does not watch a compiled model."""
+    if context.is_main and context.config.compile == "none":
+        found = {id(p): name for name, p in names.parameters(module).items()}
+        warn_if_out_of_order(module, [chunk.spec for chunk in chunks], found)
 
 
 def _check_rates(lr_lambda: Any, optimizer: Factory | None, context: Context) -> None:
