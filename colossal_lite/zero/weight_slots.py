@@ -10,6 +10,7 @@ then NaN, and saving one is an error too.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from colossal_lite.numerics.torch_modes import storage_of
 from colossal_lite.zero.forward_hooks import ForwardGates
 
 
-class ShardedWeights(ForwardGates):
+class ShardedWeights(ForwardGates, ABC):
     """Gates of weights that are sharded between their uses."""
 
     def __init__(
@@ -68,14 +69,14 @@ class ShardedWeights(ForwardGates):
         return next(iter(self._all.values())).types.compute
 
     @property
+    @abstractmethod
     def _planned_numel(self) -> int:
         """Elements of the arena by the plan; 0 while there is none."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def _kept(self) -> Mapping[int, int]:
         """Offsets of the parts that neighbours store, by chunk."""
-        raise NotImplementedError
 
     def _allocate(self, numel: int) -> None:
         device = next(iter(self._all.values())).device
