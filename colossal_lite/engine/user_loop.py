@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from colossal_lite.checks.all_samples import AllSamples
 from colossal_lite.checks.rank_comparison import RankComparison
+from colossal_lite.checks.scaled_loss import ScaledLoss
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch, first_input
 from colossal_lite.engine.engine_parts import EngineParts
@@ -62,6 +63,7 @@ class UserLoop:
         self._not_whole = {id(p): n for n, p in parts.parameters.items() if self._has_parts or n in hidden}
         """Names of the parameters that this rank has in part, or not at all outside of forward."""
         self._all_samples = AllSamples(self._mesh.axis("data"))
+        self._scaled = ScaledLoss()
         self._looks = self._mesh.size("data") > 1
         """Whether the losses of a step are still to be looked at."""
         self._given: list[Tensor] = []
@@ -187,6 +189,7 @@ class UserLoop:
                 "backward: retain_graph=True with activation_checkpoint='selective', whose results one backward takes. "
                 "Legal: 'full' or 'none', or one backward of the sum of the losses"
             )
+        self._scaled.refuse(loss)
         self._refuse_reads(loss)
         self._refuse_coupling(loss)
         step = self._step
