@@ -32,8 +32,13 @@ class HeldTensor:
     fetch: Callable[[bool], Tensor] | None = None
 
     def part(self) -> TensorSlice:
+        """Its place in a checkpoint. Raises ValueError for a dtype that no checkpoint holds."""
         stop = self.start + self.tensor.numel()
-        dtype = NAMES[self.tensor.dtype]
+        if (dtype := NAMES.get(self.tensor.dtype)) is None:
+            raise ValueError(
+                f"checkpoint: {self.name} is {self.tensor.dtype}, which no checkpoint holds. Legal: another dtype, or "
+                f"register_buffer(..., persistent=False)"
+            )
         return TensorSlice(self.name, dtype, self.spec, self.start, stop, self.flat_axes, self.is_copy)
 
     def elements(self, *, write: bool = False) -> Tensor:

@@ -184,6 +184,16 @@ def check_other_engines(module: nn.Module) -> None:
             )
 
 
+def check_extra_state(module: nn.Module) -> None:
+    """Raises ValueError for a module that keeps state which is neither a parameter nor a buffer."""
+    for name, owner in module.named_modules():
+        if type(owner).get_extra_state is not nn.Module.get_extra_state:
+            raise ValueError(
+                f"model: {name or 'it'} ({type(owner).__name__}) has get_extra_state. A checkpoint holds parameters "
+                f"and buffers, and would lose that state. Legal: register_buffer for it, and no get_extra_state"
+            )
+
+
 def check_storages(module: nn.Module) -> None:
     """Raises ValueError where a parameter shares memory with another one, with a buffer or with another tensor of a
     module. Each parameter gets memory of its own, so the others would no longer follow it."""

@@ -138,6 +138,8 @@ class FullState:
                 seen.add(name)
                 if not value.is_contiguous():
                     value.data = value.data.contiguous()
+                if value.is_complex():  # no format of safetensors: pairs of numbers in the last axis
+                    value = torch.view_as_real(value)
                 spec = self._specs.get(name) or ShardSpec(name, dims_of(value.shape))
                 is_copy = name in self._stages.homes and not self._stages.is_first_holder(
                     self._stages.homes[name]

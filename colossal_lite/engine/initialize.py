@@ -21,7 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.checkpoint.tools import last_unit_seconds
-from colossal_lite.checks.model_structure import check_lazy, check_other_engines, check_storages, is_in_parts
+from colossal_lite.checks.model_structure import (
+    check_extra_state,
+    check_lazy,
+    check_other_engines,
+    check_storages,
+    is_in_parts,
+)
 from colossal_lite.checks.rank_comparison import RanksDifferError, frozen_apart, recomputes, splits
 from colossal_lite.config.config import Config
 from colossal_lite.config.errors import ConfigError, refuse
@@ -272,6 +278,7 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
     ValueError for a model that cannot be trained, or not in parts."""
     check_lazy(module)
     check_other_engines(module)
+    check_extra_state(module)
     facts = facts_of(module)
     if module in context.models:
         raise ValueError(
