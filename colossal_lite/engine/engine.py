@@ -420,7 +420,7 @@ class Engine:
         then returns or raises.  Raises CheckpointError on every rank if it failed twice; training may go on.  Raises
         `Stopped` with exit code 4 if that were `checkpoint.max_failures` saves in a row.
         """
-        return self._state.save(Path(directory), samples=samples, extra=extra)
+        return self._state.save(Path(directory).absolute(), samples=samples, extra=extra)
 
     @outside_inference()
     def load(self, directory: str | Path) -> Loaded:
@@ -430,7 +430,7 @@ class Engine:
         nothing has changed. After an error halfway the weights are part old, part new. No step begins until another
         load has succeeded.
         """
-        loaded = self._state.load(Path(directory))
+        loaded = self._state.load(Path(directory).absolute())
         assert loaded is not None, "a load without a checkpoint raises"
         self._comparison.restart()
         return loaded
@@ -438,7 +438,7 @@ class Engine:
     @outside_inference()
     def resume(self, directory: str | Path) -> Loaded | None:
         """`load`, or None if `directory` holds no checkpoint yet."""
-        loaded = self._state.load(Path(directory), missing_ok=True)
+        loaded = self._state.load(Path(directory).absolute(), missing_ok=True)
         self._comparison.restart()
         return loaded
 
@@ -448,7 +448,7 @@ class Engine:
     ) -> None:  # fmt: skip
         """Save to this directory when a signal stops the run, with `extra` and with `samples()` (None: as counted).
         Otherwise that is where the engine has saved to last, or resumed from, with the `extra` of then."""
-        point = StopPoint(self.context.is_main, Path(directory), extra or {}, samples, is_given=True)
+        point = StopPoint(self.context.is_main, Path(directory).absolute(), extra or {}, samples, is_given=True)
         self._state.stop_point = point
 
     # ---- reports ----

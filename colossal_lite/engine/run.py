@@ -70,7 +70,7 @@ class Run:
         owns."""
         if save_every is not None:
             save_every = whole("save_every", save_every, "1 or more steps, or None for the last step alone")
-        self.engine, self.context, self.directory = engine, engine.context, Path(directory)
+        self.engine, self.context, self.directory = engine, engine.context, Path(directory).absolute()
         self.checkpoints = self.directory / "checkpoints"
         self._save_every = save_every
         self._extra = {"facts": dict(facts or {})}  # for manifests
