@@ -13,17 +13,30 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, PrivateAttr, ValidationError
 
-from colossal_lite.config.errors import ABSENT, ConfigError, Problem, get_path, problems_of, refuse, shown
+from colossal_lite.config.errors import (
+    ABSENT,
+    ConfigError,
+    Problem,
+    get_path,
+    listed,
+    problems_of,
+    refuse,
+    shown,
+)
 from colossal_lite.config.legacy_keys import translate
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.config.rules import (
+    MOST_TRIALS,
+    MeshSizes,
     joint_problems,
     model_problems,
+    nearest_factorisations,
     shard_problems,
     unbuilt_problems,
     unused_across_sections,
@@ -34,7 +47,15 @@ from colossal_lite.config.schema import (
     SettingError,
 )
 from colossal_lite.config.settings import ParallelConfig, Settings
-from colossal_lite.config.source import SHORT_FORMS, given_paths, lay_over, plain, read_source, write_out
+from colossal_lite.config.source import (
+    SHORT_FORMS,
+    given_paths,
+    lay_over,
+    plain,
+    read_source,
+    set_path,
+    write_out,
+)
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
 __all__ = ["Config", "ConfigError", "ParallelConfig", "Problem", "Setting", "render"]
@@ -115,7 +136,23 @@ class Config(Settings):
                 problems.append(Problem(where, get_path(config.model_dump(), where), fault.rule, fault.legal))
         told = {problem.path for problem in problems}
         problems += [problem for problem in joint_problems(config) if problem.path not in told]
-        return config, problems
+        return config, [cls._with_choices(problem, rest) for problem in problems]
+
+    @classmethod
+    def _with_choices(cls, problem: Problem, rest: dict[str, Any]) -> Problem:
+        """The problem with the choices that the valid settings take; the others are named apart."""
+        refused = []
+        for choice in problem.figures:
+            changed, _ = plain(rest)
+            if not set_path(changed, problem.path, choice):
+                return problem
+            config, found = cls._validated(changed)
+            if problem.path in {other.path for other in (*found, *unbuilt_problems(config))}:
+                refused.append(choice)
+        taken = [choice for choice in problem.figures if choice not in refused]
+        if not refused or not taken:
+            return problem
+        return replace(problem, legal=f"{listed(taken)}; with other settings {listed(refused)}")
 
     def _sections(self) -> Iterator[tuple[str, Section]]:
         """Every section below this one with its path."""
@@ -159,14 +196,66 @@ class Config(Settings):
     def check_world(self, world_size: int, facts: ModelFacts | None = None) -> Config:
         """This configuration with `parallel.data` as a number; ConfigError if it cannot fill the world. If the `facts`
         of a model are known, the error offers only sizes that are legal for it."""
-        asked = world_size, self._origins
-        refuse(
-            [*world_problems(self.parallel, *asked, facts), *shard_problems(self.parallel, self.zero, *asked)]
-        )
+        found = self._of_world(world_size, self._meshes(world_size, facts))
+        refuse(self._tried(found, world_size, facts))
         if self.parallel.data != "auto":
             return self
-        rest = self.parallel.pipeline.size * self.parallel.sequence.size * self.parallel.tensor.size
-        return self.derived("parallel", data=world_size // rest)
+        return self.derived("parallel", data=world_size // self.parallel.inner)
+
+    def _of_world(self, world_size: int, offers: Iterable[MeshSizes] = ()) -> list[Problem]:
+        asked = world_size, self._origins
+        return [
+            *world_problems(self.parallel, *asked, offers),
+            *shard_problems(self.parallel, self.zero, *asked),
+        ]
+
+    def _meshes(self, world_size: int, facts: ModelFacts | None) -> Iterator[MeshSizes]:
+        """The nearest meshes that the other settings take; found when the first is asked for."""
+
+        def takes(sizes: MeshSizes) -> bool:
+            return not self._refused(sizes.settings, world_size, facts)
+
+        yield from nearest_factorisations(self.parallel, world_size, facts, takes)
+
+    def _refused(
+        self, changes: Mapping[str, object], world_size: int | None, facts: ModelFacts | None
+    ) -> set[str]:
+        """Paths that are refused once these settings are changed, and are not without it."""
+        try:
+            other = Config.load(self, [f"--{path}={value}" for path, value in changes.items()])
+        except ConfigError as error:
+            return {problem.path for problem in error.problems}
+        before, after = (config._found(world_size, facts) for config in (self, other))
+        return after - (before - changes.keys())
+
+    def _found(self, world_size: int | None, facts: ModelFacts | None) -> set[str]:
+        """Paths that any rule refuses, in this world and for this model if they are known."""
+        found = [*unbuilt_problems(self)]
+        if world_size is not None:
+            found += self._of_world(world_size)
+        if facts is not None:
+            found += model_problems(self.parallel, facts)
+        return {problem.path for problem in found}
+
+    def _tried(
+        self, problems: Iterable[Problem], world_size: int | None, facts: ModelFacts | None
+    ) -> Iterator[Problem]:
+        """The problems with those legal values alone that the other settings take. Where these take none, a mesh that
+        they take is named, and else all."""
+        for problem in problems:
+            takes = [
+                figure
+                for figure in problem.figures[:MOST_TRIALS]
+                if not self._refused({problem.path: figure}, world_size, facts)
+            ]
+            legal = listed(takes)
+            if not takes and problem.figures and world_size and problem.path.startswith("parallel."):
+                meshes = self._meshes(world_size, facts)
+                legal = "; ".join(
+                    str(sizes) for sizes in meshes if not self._refused(sizes.settings, world_size, facts)
+                )
+            every = len(takes) == len(problem.figures)
+            yield problem if every or not legal else replace(problem, legal=legal, figures=tuple(takes))
 
     def derived(self, section: str, **values: object) -> Config:
         """This configuration with settings of a section that the program has found."""
@@ -184,7 +273,8 @@ class Config(Settings):
 
     def check_model(self, facts: ModelFacts) -> None:
         """Raises ConfigError with every rule that a model of these sizes breaks."""
-        refuse(model_problems(self.parallel, facts))
+        world_size = None if self.parallel.data == "auto" else self.parallel.data * self.parallel.inner
+        refuse(self._tried(model_problems(self.parallel, facts), world_size, facts))
 
     def check_built(self) -> None:
         """Raises ConfigError for every setting that is not implemented yet."""

@@ -45,13 +45,21 @@ ABSENT = Absent.ABSENT
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault: path, value, the rule it breaks, legal values, and the nearest legal name."""
+    """One fault: path, value, the rule it breaks, legal values, and the nearest legal name. `figures`: the legal values
+    one by one, where `legal` lists them; each is tried beside the other settings (trials.py)."""
 
     path: str
     value: object
     rule: str
     legal: str
     nearest: str | None = None
+    figures: tuple[object, ...] = ()
+
+    @classmethod
+    def listing(cls, path: str, value: object, rule: str, figures: Iterable[object]) -> Problem:
+        """A problem whose legal values are these."""
+        legal = tuple(figures)
+        return cls(path, value, rule, listed(legal), figures=legal)
 
     def __str__(self) -> str:
         hint = f"; did you mean {self.nearest}?" if self.nearest else ""
@@ -69,6 +77,10 @@ class ConfigError(ValueError):
         count = len(self.problems)
         head = f"the configuration has {count} problem{'s' if count > 1 else ''}:"
         return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
+
+
+def listed(figures: Iterable[object]) -> str:
+    return ", ".join(map(repr, figures))
 
 
 def refuse(problems: Iterable[Problem]) -> None:
@@ -226,7 +238,10 @@ def _problem(
         rule = _wrong(value, kinds)
         if is_section(field.annotation) and (section := _as_section(field.annotation, path, value)):
             return Problem(path, value, rule, section)
-    return Problem(path, value, rule, describe(field.annotation, field.metadata), near and repr(near))
+    figures = names if get_origin(field.annotation) is Literal else ()
+    return Problem(
+        path, value, rule, describe(field.annotation, field.metadata), near and repr(near), figures
+    )
 
 
 def _wrong_entries(name: str, path: str, errors: Sequence[ErrorDetails], value: object) -> str:

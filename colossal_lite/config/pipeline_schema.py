@@ -46,7 +46,8 @@ class PipelineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _rules(self) -> PipelineConfig:
-        check_stages_per_rank(self.schedule, self.stages_per_rank)
+        counts = len(self.partition) if isinstance(self.partition, tuple) else None
+        check_stages_per_rank(self.schedule, self.stages_per_rank, self.size, counts)
         if isinstance(self.partition, tuple) and len(self.partition) != self.stages:
             raise ValueError(
                 f"partition: {len(self.partition)} counts for {self.stages} stages "

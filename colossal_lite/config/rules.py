@@ -7,12 +7,12 @@ Note: a rule is a pure function that yields every `Problem` it finds.  So `Confi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from colossal_lite.config.errors import Problem, get_path
+from colossal_lite.config.errors import Problem, get_path, listed
 from colossal_lite.config.memory_schema import MemoryConfig
 from colossal_lite.config.parallel_schema import ModelFacts, SequenceConfig, TensorConfig
 from colossal_lite.config.schema import WHOLE_TENSORS, ZeroConfig
@@ -28,6 +28,10 @@ def divisors(number: int) -> list[int]:
 # ------------------------------------------------------------------------------------------------------ world
 
 
+MOST_TRIALS = 64
+"""Meshes that are tried beside the other settings for one message; each takes a millisecond."""
+
+
 class MeshSizes(NamedTuple):
     """Ranks along each axis."""
 
@@ -36,35 +40,40 @@ class MeshSizes(NamedTuple):
     sequence: int
     tensor: int
 
+    @property
+    def settings(self) -> dict[str, object]:
+        """The settings that make this mesh, by path."""
+        names = ("data", "pipeline.size", "sequence.size", "tensor.size")
+        return {f"parallel.{name}": size for name, size in zip(names, self, strict=True)}
+
     def __str__(self) -> str:
         return " x ".join(f"{name} {size}" for name, size in self._asdict().items())
 
 
 def world_problems(
-    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str], facts: ModelFacts | None = None
+    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str], offers: Iterable[MeshSizes] = ()
 ) -> Iterator[Problem]:
-    """Whether the axes fill a world of `world_size` ranks, and whether each can be sharded as its mode needs. With
-    `facts`, the legal sizes that it offers are legal for that model."""
+    """Whether the axes fill a world of `world_size` ranks, and whether each can be sharded as its mode needs. `offers`:
+    the meshes that it calls legal, read where it needs them."""
     if world_size < 1:
         yield Problem("world_size", world_size, "is out of range", "an int >= 1")
         return
-    yield from _product_problems(parallel, world_size, origins, facts)
+    yield from _product_problems(parallel, world_size, origins, offers)
     tensor, sequence = parallel.tensor, parallel.sequence
     if not tensor.fits(tensor.size):
         near = [tensor.size_of(edge) for edge in range(max(1, tensor.edge - 1), tensor.edge + 3)]
         below, above = [n for n in near if n < tensor.size][-1:], [n for n in near if n > tensor.size][:2]
-        legal = ", ".join(map(str, below + above))
-        yield Problem("parallel.tensor.size", tensor.size, tensor.shape_rule, legal)
+        yield Problem.listing("parallel.tensor.size", tensor.size, tensor.shape_rule, below + above)
     if not sequence.fits(sequence.size):
         rule = f"must divide parallel.sequence.size={sequence.size}"
-        legal = ", ".join(map(str, divisors(sequence.size)))
-        yield Problem("parallel.sequence.ulysses", sequence.ulysses, rule, legal)
+        legal = divisors(sequence.size)
+        yield Problem.listing("parallel.sequence.ulysses", sequence.ulysses, rule, legal)
 
 
 def _product_problems(
-    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str], facts: ModelFacts | None
+    parallel: ParallelConfig, world_size: int, origins: Mapping[str, str], offers: Iterable[MeshSizes]
 ) -> Iterator[Problem]:
-    inner = parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
+    inner = parallel.inner
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     if parallel.data == "auto":
         if world_size % inner == 0:
@@ -74,7 +83,7 @@ def _product_problems(
         if parallel.data * inner == world_size:
             return
         rule = f"{_terms(parallel, origins)} = {parallel.data * inner}, but the world has {ranks}"
-    legal = "; ".join(map(str, nearest_factorisations(parallel, world_size, facts)))
+    legal = "; ".join(map(str, offers))
     yield Problem("parallel.data", parallel.data, rule, legal)
 
 
@@ -82,7 +91,7 @@ def shard_problems(
     parallel: ParallelConfig, zero: ZeroConfig, world_size: int, origins: Mapping[str, str]
 ) -> Iterator[Problem]:
     """Whether the data axis can be cut into the copies of hybrid sharding."""
-    data, rest = parallel.data, parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
+    data, rest = parallel.data, parallel.inner
     whence = origins.get("parallel.data", "default")
     if data == "auto":
         if world_size < 1 or world_size % rest:  # reported already
@@ -90,13 +99,13 @@ def shard_problems(
         data, whence = world_size // rest, "derived"
     if zero.stage and zero.shard_size is not None and data % zero.shard_size:
         rule = f"must divide parallel.data={data} ({whence})"
-        yield Problem("zero.shard_size", zero.shard_size, rule, _listed(divisors(data)))
+        yield Problem.listing("zero.shard_size", zero.shard_size, rule, divisors(data))
         return
     copy = zero.shard_size or data
     if zero.near is not None and (copy % zero.near or zero.near == copy):
         rule = f"must divide the {copy} ranks over which a copy is sharded, and be fewer"
-        legal = ", ".join(["True", "False", *(str(n) for n in divisors(copy)[1:-1])])
-        yield Problem("zero.reshard_after_forward", zero.near, rule, legal)
+        legal = True, False, *divisors(copy)[1:-1]
+        yield Problem.listing("zero.reshard_after_forward", zero.near, rule, legal)
 
 
 def device_problems(memory: MemoryConfig, zero: ZeroConfig, data: int, device_type: str) -> Iterator[Problem]:
@@ -122,12 +131,16 @@ def _terms(parallel: ParallelConfig, origins: Mapping[str, str]) -> str:
 
 
 def nearest_factorisations(
-    parallel: ParallelConfig, world_size: int, facts: ModelFacts | None = None, count: int = 3
+    parallel: ParallelConfig,
+    world_size: int,
+    facts: ModelFacts | None = None,
+    takes: Callable[[MeshSizes], bool] = lambda sizes: True,
+    count: int = 3,
 ) -> list[MeshSizes]:
     """Ways to fill `world_size` that change least: fewest of the inner axes, then by the smallest factors.
 
-    Leaves out sizes that a mode, or a model of these `facts`, cannot have.  `data` follows from the others and counts
-    if it was given.
+    Leaves out sizes that a mode, or a model of these `facts`, cannot have.  Those that the other settings do not take
+    (`takes`) are left out too, unless these take none.  `data` follows from the others and counts if it was given.
     """
     wanted = (parallel.data, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)
 
@@ -146,7 +159,8 @@ def nearest_factorisations(
         if parallel.tensor.fits(tensor)
     ]
     near = (sizes for sizes in sorted(found, key=distance) if facts is None or _bears(parallel, sizes, facts))
-    return list(islice(near, count))
+    nearest = list(islice(near, MOST_TRIALS))
+    return list(islice(filter(takes, nearest), count)) or nearest[:count]
 
 
 def _bears(parallel: ParallelConfig, sizes: MeshSizes, facts: ModelFacts) -> bool:
@@ -172,31 +186,33 @@ def model_problems(parallel: ParallelConfig, facts: ModelFacts) -> Iterator[Prob
         rule = f"{facts.layers} layers are fewer than {stages} stages ({product})"
         most = facts.layers // chunks
         legal = f"1 to {most}" if most else f"any beside stages_per_rank of at most {facts.layers}"
-        yield Problem("parallel.pipeline.size", parallel.pipeline.size, rule, legal)
+        figures = tuple(range(1, most + 1))
+        yield Problem("parallel.pipeline.size", parallel.pipeline.size, rule, legal, figures=figures)
     tensor, sequence = parallel.tensor, parallel.sequence
     if rules := list(tensor_rules(tensor, sequence, facts)):
-        legal = ", ".join(map(str, legal_tensor_sizes(tensor, sequence, facts)))
-        yield from (Problem("parallel.tensor.size", tensor.size, rule, legal) for rule in rules)
+        sizes = legal_tensor_sizes(tensor, sequence, facts)
+        yield from (Problem.listing("parallel.tensor.size", tensor.size, rule, sizes) for rule in rules)
     yield from _sequence_problems(sequence, facts)
 
 
 def _sequence_problems(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[Problem]:
     if sequence.size > 1 and sequence.mode == "ring_full" and facts.causal:
         rule = "is ring self-attention over whole rows of scores (2105.13120), and this model's attention is causal"
-        yield Problem("parallel.sequence.mode", sequence.mode, rule, "ring, ulysses, usp, allgather_kv")
+        others = "ring", "ulysses", "usp", "allgather_kv"
+        yield Problem.listing("parallel.sequence.mode", sequence.mode, rule, others)
     shape, heads = list(_shape_rules(sequence)), list(_head_rules(sequence, facts))
     if sequence.mode == "usp" and heads:  # its inner axis alone cuts the heads
         inner = [
             n for n in divisors(sequence.size) if not any(_head_rules(_with(sequence, "ulysses", n), facts))
         ]
         for rule in heads:
-            yield Problem("parallel.sequence.ulysses", sequence.ulysses, rule, _listed(inner))
+            yield Problem.listing("parallel.sequence.ulysses", sequence.ulysses, rule, inner)
         heads = []
     sizes = [
         n for n in divisors(facts.sequence) if not any(sequence_rules(_with(sequence, "size", n), facts))
     ]
     for rule in (*shape, *heads):
-        yield Problem("parallel.sequence.size", sequence.size, rule, _listed(sizes or [1]))
+        yield Problem.listing("parallel.sequence.size", sequence.size, rule, sizes or [1])
 
 
 def _with(sequence: SequenceConfig, name: str, value: int) -> SequenceConfig:
@@ -213,14 +229,10 @@ def _facts_problems(facts: ModelFacts) -> Iterator[Problem]:
         return
     if facts.width % facts.heads:
         near = sorted(divisors(facts.width), key=lambda d: abs(d - facts.heads))[:3]
-        yield Problem("model.heads", facts.heads, f"must divide width={facts.width}", _listed(near))
+        yield Problem("model.heads", facts.heads, f"must divide width={facts.width}", listed(sorted(near)))
     if facts.heads % facts.kv_heads:
         rule = f"must divide heads={facts.heads}"
-        yield Problem("model.kv_heads", facts.kv_heads, rule, _listed(divisors(facts.heads)))
-
-
-def _listed(sizes: list[int]) -> str:
-    return ", ".join(map(str, sorted(sizes)))
+        yield Problem("model.kv_heads", facts.kv_heads, rule, listed(divisors(facts.heads)))
 
 
 def tensor_rules(tensor: TensorConfig, sequence: SequenceConfig, facts: ModelFacts) -> Iterator[str]:

@@ -211,12 +211,16 @@ class LRSchedulerConfig(Section):
         if self.total_steps is None:
             least = max(1, self.warmup_steps + (self.decay_steps or 1 if self.type == "wsd" else 0))
             rule = f"an int >= {least}: the optimizer steps of the run"
+            if self.type == "wsd" and self.decay_steps is None:
+                rule += "; and decay_steps, an int >= 1"
             yield SettingError("total_steps", f"{self.type} needs it", rule)
             return
         if self.warmup_steps > self.total_steps:
-            yield SettingError(
-                "warmup_steps", f"exceeds total_steps={self.total_steps}", f"0 to {self.total_steps}"
-            )
+            decay = min(self.decay_steps or 1, self.total_steps) if self.type == "wsd" else 0
+            legal = f"0 to {self.total_steps - decay}"
+            if self.type == "wsd" and self.decay_steps != decay:
+                legal += f"; and decay_steps={decay}"
+            yield SettingError("warmup_steps", f"exceeds total_steps={self.total_steps}", legal)
             return
         if self.type == "wsd":
             rest = self.total_steps - self.warmup_steps

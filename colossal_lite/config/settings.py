@@ -37,6 +37,11 @@ class ParallelConfig(Section):
     tensor: TensorConfig = TensorConfig()
     sequence: SequenceConfig = SequenceConfig()
 
+    @property
+    def inner(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.pipeline.size * self.sequence.size * self.tensor.size
+
     def unused_settings(self) -> Iterable[UnusedSetting]:
         if not self.pipeline.is_staged:
             why = "pipeline.size and pipeline.stages_per_rank are 1"

@@ -244,7 +244,7 @@ def lay_over(
             problems.append(unknown_key(root, path, " ".join(tokens)))
         elif not tokens:
             problems.append(Problem(path, ABSENT, "needs a value", f"--{path} value"))
-        elif not _set(raw, path, _typed(field, tokens)):
+        elif not set_path(raw, path, _typed(field, tokens)):
             problems.append(_no_entry(raw, path, _typed(field, tokens)))
         else:
             paths.append(path)
@@ -308,7 +308,7 @@ def _literal(token: str) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _set(raw: dict[str, Any], path: str, value: object) -> bool:
+def set_path(raw: dict[str, Any], path: str, value: object) -> bool:
     """Put a value at a dotted path, making sections on the way; False if a list has no such entry."""
     parent, _, last = path.rpartition(".")
     if isinstance(entry := get_path(raw, parent), dict):

@@ -405,13 +405,19 @@ def _defined(schedule: Schedule, stages_per_rank: int) -> bool:
     return least <= stages_per_rank and (most is None or stages_per_rank <= most)
 
 
-def check_stages_per_rank(name: str, stages_per_rank: int) -> None:
+def check_stages_per_rank(name: str, stages_per_rank: int, ranks: int = 1, counts: int | None = None) -> None:
+    """Raises ValueError for stages on a rank that the schedule does not take. `counts`: how many counts a partition
+    has, whose stages the message changes."""
     least, most = SCHEDULES[name].stages_per_rank
     if not _defined(SCHEDULES[name], stages_per_rank):
         legal = f"{least}" if most == least else f"at least {least}"
         others = ", ".join(n for n, each in SCHEDULES.items() if _defined(each, stages_per_rank))
+        rule = f"schedule {name!r} takes {legal} on each rank"
+        if counts not in (None, ranks * least):
+            stages = ranks * least
+            legal = f"{least} with {stages} count{'s' * (stages > 1)} in partition"
         raise ValueError(
-            f"stages_per_rank={stages_per_rank}: schedule {name!r} takes {legal} on each rank; {legal}"
+            f"stages_per_rank={stages_per_rank}: {rule}; {legal}"
             + (f", or a schedule that takes {stages_per_rank}: {others}" if others else "")
         )
 
