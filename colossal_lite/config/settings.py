@@ -47,6 +47,7 @@ class ParallelConfig(Section):
             why = "pipeline.size and pipeline.stages_per_rank are 1"
             for name in ("schedule", "partition", "activation_cap"):
                 yield UnusedSetting(f"pipeline.{name}", why)
+            yield UnusedSetting("pipeline.micro_batches", f"{why}; gradient_accumulation cuts a step then")
 
 
 class Settings(Section):

@@ -482,6 +482,11 @@ def test_the_json_schema_takes_what_load_takes() -> None:
             "stage 3 reduces after each",
         ),
         ({"zero": {"stage": 2, "reduce_every": "micro_batch"}}, "zero.reduce_every", "one micro-batch"),
+        (
+            {"parallel": {"pipeline": {"micro_batches": 4}}},
+            "parallel.pipeline.micro_batches",
+            "gradient_accumulation cuts a step then",
+        ),
         ({"zero": {"shard_size": 2}}, "zero.shard_size", "stage 0"),
         ({"zero": {"stage": 2, "reshard_after_forward": False}}, "zero.reshard_after_forward", "stage 3"),
         ({"memory": {"disk_dir": "x"}}, "memory.disk_dir", "'device'"),
