@@ -199,7 +199,7 @@ def _sequence_problems(sequence: SequenceConfig, facts: ModelFacts) -> Iterator[
     if sequence.size > 1 and sequence.mode == "ring_full" and facts.causal:
         rule = "is ring self-attention over whole rows of scores (2105.13120), and this model's attention is causal"
         others = "ring", "ulysses", "usp", "allgather_kv"
-        yield Problem.listing("parallel.sequence.mode", sequence.mode, rule, others)
+        yield Problem("parallel.sequence.mode", sequence.mode, rule, ", ".join(others), figures=others)
     shape, heads = list(_shape_rules(sequence)), list(_head_rules(sequence, facts))
     if sequence.mode == "usp" and heads:  # its inner axis alone cuts the heads
         inner = [
