@@ -243,10 +243,9 @@ class Config(Settings):
         """The problems with those legal values alone that the other settings take. Where these take none, a mesh that
         they take is named, and else all."""
         for problem in problems:
+            tried = problem.figures[:MOST_TRIALS]
             takes = [
-                figure
-                for figure in problem.figures[:MOST_TRIALS]
-                if not self._refused({problem.path: figure}, world_size, facts)
+                figure for figure in tried if not self._refused({problem.path: figure}, world_size, facts)
             ]
             legal = listed(takes)
             if not takes and problem.figures and world_size and problem.path.startswith("parallel."):
@@ -254,8 +253,8 @@ class Config(Settings):
                 legal = "; ".join(
                     str(sizes) for sizes in meshes if not self._refused(sizes.settings, world_size, facts)
                 )
-            every = len(takes) == len(problem.figures)
-            yield problem if every or not legal else replace(problem, legal=legal, figures=tuple(takes))
+            is_kept = len(takes) == len(tried) or not legal
+            yield problem if is_kept else replace(problem, legal=legal, figures=tuple(takes))
 
     def derived(self, section: str, **values: object) -> Config:
         """This configuration with settings of a section that the program has found."""

@@ -46,7 +46,7 @@ ABSENT = Absent.ABSENT
 @dataclass(frozen=True)
 class Problem:
     """One fault: path, value, the rule it breaks, legal values, and the nearest legal name. `figures`: the legal values
-    one by one, where `legal` lists them; each is tried beside the other settings (trials.py)."""
+    one by one, where `legal` lists them; `Config` tries each beside the other settings."""
 
     path: str
     value: object

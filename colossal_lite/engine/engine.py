@@ -448,7 +448,9 @@ class Engine:
     ) -> None:  # fmt: skip
         """Save to this directory when a signal stops the run, with `extra` and with `samples()` (None: as counted).
         Otherwise that is where the engine has saved to last, or resumed from, with the `extra` of then."""
-        point = StopPoint(self.context.is_main, Path(directory).absolute(), extra or {}, samples, is_given=True)
+        point = StopPoint(
+            self.context.is_main, Path(directory).absolute(), extra or {}, samples, is_given=True
+        )
         self._state.stop_point = point
 
     # ---- reports ----
