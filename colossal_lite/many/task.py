@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -9,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral, Number, Real
 from typing import Any, Literal
 
 from torch import nn
@@ -140,6 +141,11 @@ def _of_all(
         yield f"stop.metric='held_out': {', '.join(without)} have no evaluate; legal: evaluate for every task"
 
 
+def makes_data(data: Any) -> bool:
+    """Whether it is a function of data, or a class of it, and no dataset itself."""
+    return callable(data) and (isinstance(data, type) or not hasattr(data, "__len__"))
+
+
 def _counts(value: Any) -> bool:
     """Whether it is a whole number, 1 or more."""
     return type(value) is not bool and isinstance(value, Integral) and int(value) >= 1
@@ -155,7 +161,7 @@ def _of_task(task: Task, shared: Mapping[str, Any], devices: int) -> Iterator[st
             yield f"{name}={getattr(task, name)!r}; legal: a whole number, 1 or more"
     for name in ("data", "evaluate"):
         given = getattr(task, name)
-        if given is not None and not callable(given) and not hasattr(given, "__len__"):
+        if given is not None and not makes_data(given) and not hasattr(given, "__len__"):
             yield f"{name}: a {type(given).__name__} has no length; legal: a dataset with one, or a function of one"
     if task.criterion not in (None, "model") and not callable(task.criterion):
         yield f"criterion={task.criterion!r}; legal: a callable, 'model' or None"
@@ -189,6 +195,16 @@ def fingerprint(tasks: Sequence[Task], shared: Mapping[str, Any]) -> dict[str, s
         config = Config.load(task.settings(shared)).check_world(task.devices)
         loader = [dict(task.loader)] if task.loader else []
         facts = [task.steps, task.global_batch, config.values(), *loader]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=_told).encode()).hexdigest()[:16]
 
     return {task.name: of(task) for task in tasks}
+
+
+def _told(value: Any) -> Any:
+    """What JSON has for a value: the same in every process, so without the address of an object."""
+    if isinstance(value, functools.partial):
+        return [_told(value.func), value.args, value.keywords]
+    if isinstance(value, os.PathLike | Number):
+        return str(value)
+    kind = value if hasattr(value, "__qualname__") else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.config.config import Config
-from colossal_lite.many.task import Task
+from colossal_lite.many.task import Task, makes_data
+from colossal_lite.numerics.generators import generators_kept, seed_from
 from colossal_lite.planner.dry_run import ValuesError
 from colossal_lite.planner.planner import plan
 from colossal_lite.planner.run_plan import RunPlan
@@ -43,7 +44,7 @@ def settings_of(task: Task, shared: Mapping[str, Any], data: Any) -> Config:
 def plan_of(task: Task, shared: Mapping[str, Any]) -> RunPlan | None:
     """Bytes of a step of a task on each of its devices; None where they are not known. Raises ConfigError for a task
     that cannot be planned, and ValueError for data without a length."""
-    data = data_of(task.data)
+    data = data_of(task.data, Config.load(task.settings(shared)).seed)
     tokens = _tokens_of(task, data)
     if tokens is None or isinstance(task.build, nn.Module):
         return None
@@ -71,9 +72,15 @@ def _tokens_of(task: Task, data: Any) -> int | None:
     return len(ids) if ids is not None and ids.dim() == 1 and not ids.is_floating_point() else None
 
 
-def data_of(data: Any) -> Any:
-    """A dataset, or what a function of no argument returns."""
-    found = data() if callable(data) and not hasattr(data, "__len__") else data
+def data_of(data: Any, seed: int) -> Any:
+    """A dataset, or what a function of no argument returns. It draws by `seed` alone, each time that it is called.
+
+    Raises ValueError for data without a length."""
+    found = data
+    if makes_data(data):
+        with generators_kept():
+            seed_from("data", seed)
+            found = data()
     if not hasattr(found, "__len__"):
         raise ValueError(f"data: a {type(found).__name__} has no length; legal: a dataset with one")
     return found

@@ -40,6 +40,7 @@ from colossal_lite.config.config import Config
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.initialize import initialize
 from colossal_lite.engine.run import Run
+from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.engine.stopping import STOP_SIGNALS
 from colossal_lite.engine.turn_taking import take_turns, turns_of
 from colossal_lite.many.task import Task
@@ -47,6 +48,7 @@ from colossal_lite.many.task_plan import data_of, settings_of
 from colossal_lite.many.turnstile import Turnstile
 from colossal_lite.memory.frozen_records import FrozenHandle, FrozenRecords
 from colossal_lite.memory.host_store import HostStore
+from colossal_lite.numerics.generators import drawn_between, states
 
 Launch = Callable[..., Context]
 Message = dict[str, Any]
@@ -127,15 +129,17 @@ class OpenTask:
         self, order: Order, task: Task, config: Config, data: Any, place: Mapping[str, Any], store: HostStore
     ) -> None:
         """`place`: rank and world of this worker, and where its gang meets."""
-        self.task = task
+        self.task, self._is_begun = task, False
         self.context = order.launch(config, **place)
         try:
-            build = copy.deepcopy(task.build) if isinstance(task.build, nn.Module) else task.build
+            copied: dict[int, Any] = {}  # tasks may have one object, and a criterion its model
+            is_model = isinstance(task.build, nn.Module)
+            build = copy.deepcopy(task.build, copied) if is_model else task.build
             example = self._first_samples(data)
             engine = initialize(
                 build,
                 context=self.context,
-                criterion=task.criterion,
+                criterion=copy.deepcopy(task.criterion, copied),
                 example=example,
                 store=store,
                 task=task.name,
@@ -170,7 +174,7 @@ class OpenTask:
         step, if it is made. Raises ValueError where a number is not finite."""
         loss, skips = None, self.context.config.precision.dtype == "fp16"  # which lowers its loss scale
         while self.step < to and (loss is None or not until()):
-            result = self.run.step(next(self.batches))
+            result = self._stepped(next(self.batches))
             loss = float(result.loss)
             numbers = {"loss": loss, "norm of the gradients": float(result.grad_norm)}
             for name, number in numbers.items():
@@ -180,8 +184,23 @@ class OpenTask:
             next(self.batches, None)  # which saves the last step
         return loss
 
+    def _stepped(self, batch: Any) -> StepResult:
+        """One step. Raises ValueError for the first one here if it draws: other tasks draw between its steps."""
+        if self._is_begun:
+            return self.run.step(batch)
+        self._is_begun, device = True, self.context.device
+        devices = [device] if device.type == "cuda" else []
+        before = states(devices)
+        result = self.run.step(batch)
+        if name := drawn_between(before, states(devices)):
+            raise ValueError(
+                f"criterion: a step draws from {name}, and other tasks draw between its steps. Legal: no random numbers"
+            )
+        return result
+
     def evaluate(self) -> float:
-        return self.run.evaluate(data_of(self.task.evaluate), global_batch=self.task.global_batch)
+        held_out = data_of(self.task.evaluate, self.context.config.seed)
+        return self.run.evaluate(held_out, global_batch=self.task.global_batch)
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the context, with a checkpoint of the last step where there is no error."""
@@ -333,7 +352,7 @@ class Worker:
         }  # fmt: skip
 
     def _opened(self, task: Task, place: Mapping[str, Any]) -> OpenTask:
-        data = data_of(task.data)
+        data = data_of(task.data, Config.load(task.settings(self._order.shared)).seed)
         if task.name not in self._configs:
             self._configs[task.name] = settings_of(task, self._order.shared, data)
         return OpenTask(self._order, task, self._configs[task.name], data, place, self._store)

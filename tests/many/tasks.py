@@ -144,6 +144,28 @@ def texts(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(input_ids=ids, labels=ids)
 
 
+def drawn() -> list[Any]:
+    """Data without a seed of its own."""
+    return [(row[:-1], row[1:]) for row in torch.randint(32, (22, 9))]
+
+
+class Counting(torch.nn.Module):
+    """A loss that grows with each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.calls * torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def noisy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss that draws."""
+    return Counting()(logits + torch.randn_like(logits), labels)
+
+
 def task(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:
     given: dict[str, Any] = dict(build=gpt, data=TRAIN, evaluate=VALID, config={}) | more
     build, config = given.pop("build"), dict(optimizer=dict(lr=lr)) | given.pop("config")

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +32,7 @@ from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, Candidate, Choose
 from colossal_lite.many.results import ManyResult, TaskResult, losses_of
 from colossal_lite.many.task import check, fingerprint
+from colossal_lite.many.task_plan import data_of
 from colossal_lite.many.trainer import train
 from colossal_lite.many.worker import Order, Worker, saved_step
 from colossal_lite.planner.host_room import state_bytes
@@ -495,6 +498,42 @@ def test_a_task_reads_its_data_as_its_loader_says(tmp_path: Path) -> None:
     found: Found = run_world(together, 1, tasks, tmp_path / "many", {})[0]
     assert_as_alone(found, expected, tmp_path / "many", tasks)
     assert expected["texts"]["losses"] != expected["shuffled"]["losses"]
+
+
+@pytest.mark.parametrize(
+    "collate",
+    ["own.texts", "partial(own.texts, x=own.Counting())", "own.Counting()", "own.Counting().forward"],
+)
+def test_what_a_directory_is_compared_by_has_no_address(collate: str) -> None:
+    """Else no task with a collator could be resumed, or be on two ranks."""
+    code = (
+        "from functools import partial; from tests.many import tasks as own; "
+        "from colossal_lite.many.task import fingerprint; kept = [object() for _ in range({})]; "
+        f"print(fingerprint([own.task('a', loader=dict(collate={collate}))], own.CONFIG)['a'])"
+    )
+    found = [subprocess.check_output([sys.executable, "-c", code.format(n)], text=True) for n in (0, 99)]
+    assert found[0] == found[1]
+    assert found[0].strip() != fingerprint([task("a", loader=dict(collate=default_collate))], CONFIG)["a"]
+
+
+def test_tasks_share_neither_the_draws_of_their_data_nor_the_state_of_their_criterion(tmp_path: Path) -> None:
+    """And a criterion that draws is refused, as its numbers would depend on the other tasks."""
+    counting = own.Counting()
+    tasks = [
+        task("one", criterion=counting), task("other", criterion=counting),
+        task("drawn", data=own.drawn), task("again", data=own.drawn, evaluate=own.drawn),
+        task("noisy", criterion=own.noisy),
+    ]  # fmt: skip
+    found: Found = run_world(together, 1, tasks, tmp_path, {})[0]
+    assert found["one"]["losses"] == found["other"]["losses"]
+    assert found["drawn"]["losses"] == found["again"]["losses"]
+    assert found["noisy"]["status"] == "failed"
+    assert "criterion: a step draws from torch's own generator" in found["noisy"]["cause"]
+
+
+def test_a_class_of_data_is_a_function_that_returns_it() -> None:
+    check([task("a", data=Raising)], CONFIG, "link", None, None, 1)
+    assert len(data_of(Raising, seed=0)) == len(TRAIN)
 
 
 @pytest.mark.parametrize("loader", [3, dict(label="unshifted"), dict(start=4)])
