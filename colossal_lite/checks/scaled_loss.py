@@ -2,8 +2,8 @@
 
 Note: how it is found.
 `GradScaler.scale` multiplies the loss by a tensor that the scaler keeps.  Autograd saves that same tensor.  So a factor
-in the graph of a loss is a scaler's if one refers to it.  Cost: a look at the first nodes of the graph.  Only a factor
-that may be a scaler's is looked for among the objects of the process, and that few times.
+in the graph of a loss is a scaler's if one refers to it.  Cost: a look at the first nodes of the graph.  For a factor
+that may be a scaler's, all objects of the process are searched.  That is done a few times only.
 """
 
 from __future__ import annotations
