@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 import time
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from typing import Protocol
 
 from colossal_lite.engine.context import Context
+from colossal_lite.engine.stopping import STOP_SIGNALS
 from colossal_lite.many.worker import Message, Order, serve
 
 PRELOADED = ["torch", "colossal_lite.launcher.start", "colossal_lite.many.worker"]
@@ -54,9 +57,14 @@ class OwnDevice:
         self._start()
 
     def _start(self) -> None:
-        """Start the worker. Raises ValueError for tasks that cannot be sent to it."""
+        """Start the worker. Raises ValueError for tasks that cannot be sent to it.
+
+        A stop signal goes to the whole group of processes. The supervisor alone answers it. So the fork server, which
+        is started here too, and the worker have these signals blocked from their first moment."""
         self.pipe, theirs = self._context.Pipe()
         self._process = self._context.Process(target=serve, args=(theirs, self._order), name="worker")
+        resource_tracker.ensure_running()  # which unblocks signals when it starts, and protects itself
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._process.start()
         except (AttributeError, TypeError, multiprocessing.ProcessError) as error:
@@ -66,6 +74,7 @@ class OwnDevice:
                 raise _not_sent(error) from error
             raise
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
         self._started_s, self.is_ready = time.monotonic(), False
 

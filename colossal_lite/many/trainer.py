@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +107,26 @@ def _refused(claims: FolderClaims, ours: Mapping[str, str], directory: Path, res
         theirs = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return f"directory={str(directory)!r}: {error}; legal: a folder that can be written to"
-    differ = sorted(name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name))
-    if differ:
-        return (
-            f"directory={str(directory)!r}: it belongs to other tasks ({', '.join(differ[:8])} differ in steps, batch "
-            f"or settings); legal: those tasks, or another directory"
-        )
+    if told := "; ".join(_unlike(theirs, ours)):
+        where = f"directory={str(directory)!r}"
+        return f"{where}: it belongs to other tasks: {told}; legal: those tasks, or another directory"
     if not resume:
         return f"directory={str(directory)!r}: these tasks were begun there; legal: resume=True, or another directory"
     return ""
+
+
+def _unlike(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[str]:
+    """What differs between the tasks of a directory and these."""
+    kinds = {
+        "only there": theirs.keys() - ours.keys(),
+        "only here": ours.keys() - theirs.keys(),
+        "with other steps, batch or settings": {
+            n for n in theirs.keys() & ours.keys() if theirs[n] != ours[n]
+        },
+    }
+    for what, names in kinds.items():
+        if names:
+            yield f"{', '.join(sorted(names)[:8])} {what}"
 
 
 class Leader:

@@ -90,6 +90,7 @@ def serve(pipe: Connection, order: Order) -> None:
     """Answer requests until the supervisor ends: the target of the child process."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _write_into(order.log)
     order.prepare()

@@ -596,6 +596,7 @@ def refused(env: RankEnv, folder: Path) -> list[str]:
         ([task("x", build=lambda: own.gpt())], {}),
         ([task("a")], {}),
         ([task("a", 3e-3)], dict(resume=True)),
+        ([task("a"), task("b")], dict(resume=True)),
     ):
         try:
             together(env, tasks, folder / tasks[0].name, how)
@@ -607,10 +608,11 @@ def refused(env: RankEnv, folder: Path) -> list[str]:
 def test_a_lambda_a_directory_in_use_and_one_of_other_tasks_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "sweep.json").write_text(json.dumps(fingerprint([task("a")], CONFIG)))
-    unsent, begun, other = run_world(refused, 1, tmp_path)[0]
+    unsent, begun, other, more = run_world(refused, 1, tmp_path)[0]
     assert "cannot be sent to the process that trains them" in unsent and "no lambda" in unsent
     assert "were begun there; legal: resume=True" in begun
-    assert "belongs to other tasks (a differ" in other
+    assert "belongs to other tasks: a with other steps, batch or settings; legal" in other
+    assert "belongs to other tasks: b only here; legal" in more
 
 
 def test_a_result_gives_the_names_of_its_tasks_one_after_another() -> None:
