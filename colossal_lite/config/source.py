@@ -39,7 +39,8 @@ SHORT_FORMS: Mapping[str, str] = {
     "memory.rates": "file",
 }
 WORDS = {"true": True, "false": False, "null": None}
-SUFFIXES = (".py", ".json", ".toml")
+LEGAL = {".py": "a file that runs alone", ".json": "JSON in UTF-8", ".toml": "TOML in UTF-8"}
+SUFFIXES = tuple(LEGAL)
 DEEPEST = 16
 """Sections and lists within each other; the settings need five."""
 
@@ -64,7 +65,7 @@ def read_source(source: object) -> tuple[Mapping[Any, Any], Literal["user", "fil
         )
     if not path.is_file():
         known = (
-            [str(near) for near in path.parent.glob("*") if near.suffix in SUFFIXES]
+            [str(near) for near in path.parent.glob("*") if near.suffix in SUFFIXES and near.is_file()]
             if path.parent.is_dir()
             else []
         )
@@ -72,7 +73,7 @@ def read_source(source: object) -> tuple[Mapping[Any, Any], Literal["user", "fil
     try:
         if path.suffix == ".py":
             return _from_python(path, chosen), "file"
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors may write a byte order mark
         read = (
             tomllib.loads(text)
             if path.suffix == ".toml"
@@ -82,9 +83,8 @@ def read_source(source: object) -> tuple[Mapping[Any, Any], Literal["user", "fil
         raise
     except (Exception, SystemExit) as error:  # any error of the user's file is reported on one line
         line = _line_of(error, path)
-        raise _unreadable(
-            name, f"cannot be read: {type(error).__name__}{line}: {error}", "a file that runs alone"
-        ) from error
+        legal = LEGAL[path.suffix]
+        raise _unreadable(name, f"cannot be read: {type(error).__name__}{line}: {error}", legal) from error
     if not isinstance(read, Mapping):
         raise _unreadable(name, f"holds a {type(read).__name__}", "a dict")
     return read, "file"
@@ -95,12 +95,19 @@ def _unreadable(source: object, rule: str, legal: str, near: str | None = None) 
 
 
 def _from_python(path: Path, chosen: str) -> Mapping[Any, Any]:
-    """`config` of the module, or the chosen name. Colossal-AI's files have their settings at top level."""
+    """`config` of the module, or the chosen name. Colossal-AI's files have their settings at top level.
+
+    Raises ConfigError if there is none of these, or if it is no dict."""
     names = runpy.run_path(str(path), run_name="colossal_lite_config")
     names = {name: value for name, value in names.items() if not name.startswith("_")}
     if not chosen and "config" not in names:
         unlike_settings = (types.ModuleType, types.FunctionType, type)
-        return {name: value for name, value in names.items() if not isinstance(value, unlike_settings)}
+        settings = {name: value for name, value in names.items() if not isinstance(value, unlike_settings)}
+        if not settings:
+            functions = [name for name, value in names.items() if isinstance(value, types.FunctionType)]
+            legal = ", ".join(["a dict named config", *(f"{path}:{name}" for name in functions)])
+            raise _unreadable(str(path), "defines no config and no setting", legal)
+        return settings
     wanted = chosen or "config"
     if wanted not in names:
         raise _unreadable(

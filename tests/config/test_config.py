@@ -292,6 +292,10 @@ def test_options_show_the_origin_of_each_term_of_the_product(tmp_path: Path) -> 
 # --------------------------------------------------------------------------------------------------- files
 
 
+MARK = chr(0xFEFF)
+"""The byte order mark that some editors write first."""
+
+
 @pytest.mark.parametrize(
     "name, text",
     [
@@ -306,6 +310,8 @@ def test_options_show_the_origin_of_each_term_of_the_product(tmp_path: Path) -> 
             "a.py:tiny",
             "def tiny():\n    return dict(seed=5, optimizer=dict(betas=(0.8, 0.9)), parallel=dict(tensor=2))",
         ),
+        ("a.json", f'{MARK}{{"seed": 5, "optimizer": {{"betas": [0.8, 0.9]}}, "parallel": {{"tensor": 2}}}}'),
+        ("a.toml", f"{MARK}seed = 5\n[optimizer]\nbetas = [0.8, 0.9]\n[parallel]\ntensor = 2\n"),
     ],
 )
 def test_files_of_every_kind_give_the_same_configuration(tmp_path: Path, name: str, text: str) -> None:
@@ -326,10 +332,14 @@ def test_files_of_every_kind_give_the_same_configuration(tmp_path: Path, name: s
         ("a.py", "import colossalai\n", "ModuleNotFoundError in line 1: No module named 'colossalai'"),
         ("a.py", "config = 3", "is a int; legal: a dict"),
         ("a.py:tiny", "tinny = dict()", "is not defined there; legal: tinny; did you mean tinny?"),
+        ("a.py", "import math\n", "defines no config and no setting; legal: a dict named config"),
+        ("a.py", "def tiny():\n    return {}\n", "legal: a dict named config, "),
         ("a.json", '{"seed": 1,}', "JSONDecodeError in line 1"),
+        ("a.json", "", "legal: JSON in UTF-8"),
         ("a.json", '{"seed": 1, "seed": 2}', "key 'seed' is given twice"),
         ("a.json", "[1]", "holds a list; legal: a dict"),
         ("a.toml", "seed = \n", "TOMLDecodeError"),
+        ("a.toml", "seed = \n", "legal: TOML in UTF-8"),
         ("a.yaml", "seed: 1", "ends in '.yaml'; legal: .py, .json, .toml"),
         ("a.jsn", "{}", "ends in '.jsn'; legal: .py, .json, .toml"),
         ("a", "{}", "has no ending; legal: .py, .json, .toml"),
@@ -349,6 +359,10 @@ def test_a_missing_file_is_named_with_its_neighbour(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text("")
     with pytest.raises(ConfigError, match=r"trane\.toml' is no file|is no file.*did you mean .*train\.toml"):
         Config.load(tmp_path / "trane.toml")
+    (tmp_path / "alone" / "folder.py").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"folder\.py': is no file") as caught:
+        Config.load(tmp_path / "alone" / "folder.py")
+    assert "did you mean" not in str(caught.value)
     with pytest.raises(ConfigError, match="has the wrong type, int; legal: a dict"):
         Config.load(3)  # type: ignore[arg-type]
 
