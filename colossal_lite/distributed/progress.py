@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 KEPT = 32
 """descriptions recorded for each axis"""
 REASON_CHARS = 500
+LEFT = "left"
+"""The phase of a rank that has left its context without an error."""
 
 
 def reason_of(error: BaseException) -> str:

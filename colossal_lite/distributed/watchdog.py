@@ -49,7 +49,7 @@ from typing import Any
 
 from colossal_lite.distributed.key_value_store import LimitedStore, NoAnswerError, SharedStore
 from colossal_lite.distributed.presence import ProcessCard
-from colossal_lite.distributed.progress import KEPT, Progress
+from colossal_lite.distributed.progress import KEPT, LEFT, Progress
 
 LOOK_S = 0.25
 ANSWER_S = 1.5
@@ -221,7 +221,10 @@ class Watchdog:
             for rank in ranks:
                 if rank != self._rank and self.has_ended(rank):
                     beat = self._beat_of(rank)
-                    told.append(f"rank {rank} has died; {_last_heard(beat)}")
+                    has_left = beat is not None and beat["phase"] == LEFT
+                    told.append(
+                        _standing(rank, beat) if has_left else f"rank {rank} has died; {_last_heard(beat)}"
+                    )
         except RuntimeError:  # whoever asks needs the store too, and hears of it there
             return ""
         return "; ".join(told)
@@ -301,6 +304,9 @@ class Watchdog:
                 os._exit(1)
             self._wake.wait(LOOK_S)
             self._wake.clear()
+        if self.progress.phase == LEFT and self._lost_s is None:
+            with suppress(RuntimeError):  # the store may have ended before
+                self._beat()
 
     def _look(self) -> None:
         """Tell of this rank's errors, hear of those of others, and end a wait that is in vain."""
@@ -452,6 +458,8 @@ def _standing(rank: int, record: Any) -> str:
     """What one rank is doing."""
     if record is None:
         return f"rank {rank} does not answer and has never been heard"
+    if record["phase"] == LEFT:
+        return f"rank {rank} has left its context without an error, after step {record['step']}"
     if record.get("is_silent"):
         return f"rank {rank} does not answer: it has died or is stopped; {_last_heard(record)}"
     return f"rank {rank} is {_at(record)}, at {record['where']}"

@@ -28,7 +28,7 @@ from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault, stead
 from colossal_lite.data.loader import Collate, LabelForm, Loader, Place, cut, cut_batch
 from colossal_lite.data.map_loader import MapDataset
 from colossal_lite.distributed.key_value_store import LimitedStore
-from colossal_lite.distributed.progress import reason_of
+from colossal_lite.distributed.progress import LEFT, reason_of
 from colossal_lite.engine.determinism import refused_by_name
 from colossal_lite.engine.stopping import Stopped, StopSignals, worker_died
 from colossal_lite.numerics.torch_modes import outside_inference
@@ -188,6 +188,8 @@ class Context:
             if self.mesh.world_size > 1:  # alone, what is left of a step can still be done
                 self.mesh.progress.breaks(reason_of(error))
             self._leaving(error, self.first_failure())
+        else:
+            self.mesh.progress.phase = LEFT
         self._owned.__exit__(kind, error, trace)
         asked = [ask() for ask in self._endings] if error is None else []
         asked.append(worker_died(error, self._signals, self.mesh.progress.step, speaks=self.is_main))

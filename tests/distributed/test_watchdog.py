@@ -7,7 +7,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -166,6 +166,28 @@ def test_a_rank_that_died_or_is_stopped_is_named(number: signal.Signals) -> None
         run_world(die, 2, 1, number, timeout_s=30)
     said = caught.value.failures[0].summary
     assert "rank 1 does not answer: it has died or is stopped; it was last heard in phase 'forward'" in said
+
+
+def leave_early(env: RankEnv, guilty: int, code: int | None) -> str:
+    with pytest.raises(CommError) if env.rank != guilty else nullcontext() as caught:
+        with suppress(SystemExit), env.launch(dict(timeout_s=TIMEOUT_S)) as context:
+            context.mesh.progress.phase = "forward"
+            context.mesh.world.barrier()
+            if env.rank != guilty:
+                context.mesh.world.all_reduce(torch.ones(8))
+            elif code is not None:
+                raise SystemExit(code)
+    return "" if env.rank == guilty else str(caught.value)
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("code", [None, 0])
+def test_a_rank_that_left_its_context_without_an_error_is_told_so_and_not_as_dead(
+    guilty: int, code: int | None
+) -> None:
+    said = run_world(leave_early, 2, guilty, code, timeout_s=30)[1 - guilty]
+    assert f"rank {guilty} has left its context without an error, after step 0" in said, said
+    assert "died" not in said, said
 
 
 def train(env: RankEnv) -> int:
