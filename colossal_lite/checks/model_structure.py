@@ -167,6 +167,16 @@ def check_lazy(module: nn.Module) -> None:
             )
 
 
+def check_values(module: nn.Module) -> None:
+    """Raises ValueError for a module with parameters or buffers on meta: there are no values to keep."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"model: {name} is on meta and has no values. Legal: a model that is built on a device, or a function "
+                f"that builds it"
+            )
+
+
 def check_other_engines(module: nn.Module) -> None:
     """Raises ValueError for a model whose weights another framework has cut, or trains."""
     legal = "Legal: the module before that call, and zero.stage=3 or parallel.tensor of the config"

@@ -26,6 +26,7 @@ from colossal_lite.checks.model_structure import (
     check_lazy,
     check_other_engines,
     check_storages,
+    check_values,
     is_in_parts,
 )
 from colossal_lite.checks.rank_comparison import RanksDifferError, frozen_apart, recomputes, splits
@@ -152,6 +153,8 @@ def _initialize(
 ) -> Engine:  # fmt: skip
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
+    if recipes is None:
+        check_values(module)
     facts = _check_model(module, context)
     first_batch, pads_alone = _of_batches(module, context)
     shown, few = _example(example, module, facts, context, criterion)

@@ -653,3 +653,25 @@ def copied(env: RankEnv, stage: int) -> tuple[str, float]:
 def test_a_copy_of_a_model_that_an_engine_trains_is_refused_with_what_to_do(stage: int) -> None:
     for told, difference in run_world(copied, 2, stage):
         assert "a copy made before cl.initialize" in told and difference < 1e-14
+
+
+def initialize_on_meta(env: RankEnv, where: str) -> str:
+    with torch.device("meta"):
+        built = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if where != "all":
+        built[1 if where == "0.weight" else 0] = nn.Linear(4, 4)
+    if where == "1.running_mean":
+        built[1].weight = built[1].bias = None
+    with env.launch(dict(precision="fp64")) as context:
+        try:
+            cl.initialize(built, context=context)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("where", ["all", "0.weight", "1.running_mean"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_without_values_is_refused_by_name(where: str, ranks: int) -> None:
+    for said in run_world(initialize_on_meta, ranks, where):
+        assert f"model: {'0.weight' if where == 'all' else where} is on meta and has no values" in said, said
