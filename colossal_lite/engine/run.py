@@ -67,7 +67,7 @@ class Run:
         for the manifest of each checkpoint and run.json.  `bytes_per_token` of the text, for losses in bits per byte.
         `flops_per_token` of forward and backward, for mfu.  `fresh`: start over; earlier checkpoints are renamed, not
         deleted.  Raises ValueError on every rank for a folder that cannot be written, or that another running process
-        owns."""
+        owns.  Also if `facts`, `save_every` or `fresh` differ between ranks."""
         if save_every is not None:
             save_every = whole("save_every", save_every, "1 or more steps, or None for the last step alone")
         self.engine, self.context, self.directory = engine, engine.context, Path(directory).absolute()
@@ -77,7 +77,7 @@ class Run:
         self._loader: Loader | None = None
         self._result: StepResult | None = None
         self._stopped: Stopped | None = None
-        self._check_folder()
+        self._check_folder(dict(save_every=save_every, fresh=fresh))
         if fresh:
             self._set_aside()
         loaded = engine.resume(self.checkpoints)
@@ -246,8 +246,9 @@ class Run:
             if not self.engine.is_closed:
                 self._save_last()
 
-    def _check_folder(self) -> None:
-        """Raises ValueError, on every rank, if a rank cannot write to the folder, or if ranks have other facts."""
+    def _check_folder(self, arguments: Mapping[str, Any]) -> None:
+        """Raises ValueError, on every rank, if a rank cannot write to the folder, or if ranks have other facts or
+        arguments."""
         fault = ""
         try:
             json.dumps(self._extra)
@@ -258,8 +259,8 @@ class Run:
             raise ValueError(f"facts: {error}; legal: a dict of values that JSON has") from error
         except OSError as error:
             fault = f"{self.directory}: {error.strerror}"
-        told = self.context.mesh.world.gather_json([fault, self._extra["facts"]])
-        for rank, (reason, facts) in enumerate(told):
+        told = self.context.mesh.world.gather_json([fault, self._extra["facts"], arguments])
+        for rank, (reason, facts, given) in enumerate(told):
             if reason:
                 raise ValueError(
                     f"directory: rank {rank} cannot write to {reason}; legal: a folder that every rank can write to"
@@ -269,6 +270,10 @@ class Run:
                 if facts.get(name) != first.get(name):
                     found = f"{facts.get(name)} on rank {rank}, {first.get(name)} on rank 0"
                     raise ValueError(f"facts: {name} is {found}; legal: the same on every rank")
+            for name, value in told[0][2].items():
+                if given[name] != value:
+                    found = f"{given[name]} on rank {rank}, {value} on rank 0"
+                    raise ValueError(f"{name}: {found}; legal: the same on every rank")
 
     def _set_aside(self) -> None:
         """Rename the folder of earlier checkpoints, unless a running process owns it."""

@@ -271,6 +271,10 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
             cl.Run(folder, engine, save_every=0)
         if how == "facts differ":
             cl.Run(folder, engine, facts={"rank": env.rank})
+        if how == "every differs":
+            cl.Run(folder, engine, save_every=2 + env.rank)
+        if how == "fresh differs":
+            cl.Run(folder, engine, fresh=env.rank == 1)
         if how == "facts":
             cl.Run(folder, engine, facts={"model": SHAPE})
         if how == "one rank":
@@ -310,6 +314,8 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
             "facts differ",
             "facts: rank is 1 on rank 1, 0 on rank 0; legal: the same on every rank",
         ),
+        ("every differs", "save_every: 3 on rank 1, 2 on rank 0; legal: the same on every rank"),
+        ("fresh differs", "fresh: True on rank 1, False on rank 0; legal: the same on every rank"),
         ("facts", "facts: Object of type GPTConfig is not JSON serializable; legal: a dict of values"),
         ("one rank", "directory: rank 0 cannot write to /sys/kernel/run: "),
         ("log", "log: mlflow; legal: tensorboard, wandb"),
