@@ -8,6 +8,7 @@ without a traceback.  Torchrun starts the workers, not this command.  Commands t
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +30,8 @@ from colossal_lite.launcher.prove_command import ProveCommand
 from colossal_lite.launcher.roles_command import RolesCommand
 from colossal_lite.schedule.schedule_drawing import draw
 
+PIPE_CLOSED = 141
+"""The exit code of a command whose reader has closed the pipe, as shells give it."""
 PROGRAM = "colossal-lite"
 # Commands that are not built yet; each is refused by name.
 NOT_BUILT: Mapping[str, str] = {
@@ -275,7 +278,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        return command.run()
+        code = command.run()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has enough, as `| head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return PIPE_CLOSED
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

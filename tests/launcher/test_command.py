@@ -306,3 +306,14 @@ def test_config_commands_start_without_torch(config: str) -> None:
     )
     ended = command("-c", code + "print([m for m in ('torch', 'triton', 'numpy') if m in sys.modules])")
     assert ended.returncode == 0 and ended.stdout.splitlines()[-1] == "[]", ended.stderr
+
+
+def test_a_reader_that_has_enough_ends_the_command_without_a_message() -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    ended = subprocess.run(
+        [sys.executable, "-m", "colossal_lite", "config", "options"],
+        stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (cli.PIPE_CLOSED, "")
