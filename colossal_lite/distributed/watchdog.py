@@ -479,7 +479,8 @@ def _account(rank: int, record: Any, axis: str, call: int, made: str, most: str)
 
 
 def _where() -> str:
-    """File, line and function of the main thread, outside torch and the standard library's waiting."""
+    """File, line and function of the main thread, outside torch, this file and the standard library's waiting."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = [row for row in traceback.extract_stack(frame) if "/torch/" not in row.filename] if frame else []
+    rows = traceback.extract_stack(frame) if frame else []
+    stack = [row for row in rows if "/torch/" not in row.filename and row.filename != __file__]
     return f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else "an unknown place"

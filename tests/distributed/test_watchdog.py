@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -205,6 +206,17 @@ def test_a_run_without_faults_raises_no_alarm_and_leaves_no_thread() -> None:
 
     assert run_world(train, 2) == [0, 0]
     assert not [thread for thread in threading.enumerate() if thread.name == "watch"]
+
+
+def test_where_a_rank_is_names_no_line_of_the_watch_itself() -> None:
+    store = torch.distributed.HashStore()
+    ours = watchdog.Watchdog(store, rank=0, world_size=2, server=0)
+    try:
+        ours._tell()  # as blame does, in the main thread
+    finally:
+        ours.close()
+    where = json.loads(store.get("record/0"))["where"]
+    assert "test_watchdog.py:" in where and "/watchdog.py:" not in where.replace("test_watchdog", ""), where
 
 
 def test_a_watch_ends_though_the_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
