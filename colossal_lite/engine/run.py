@@ -247,7 +247,7 @@ class Run:
                 self._save_last()
 
     def _check_folder(self, arguments: Mapping[str, Any]) -> None:
-        """Raises ValueError, on every rank, if a rank cannot write to the folder, or if ranks have other facts or
+        """Raises ValueError, on every rank, if a rank cannot write to the folder. Also if ranks differ in facts or
         arguments."""
         fault = ""
         try:
