@@ -1,4 +1,4 @@
-"""Ends a script: prints one message of the rank that failed first, and sets the exit code and torchrun's error file.
+"""Ends a script: prints one message of the rank that failed first, and sets exit code and torchrun's error file.
 
 Note: which rank prints.
 Python hands an error that ends a script to `sys.excepthook`.  `launch` and `options` install ours, in each process that
