@@ -62,7 +62,8 @@ def changes_apart(config: Config) -> tuple[str, ...]:
 
 
 class RanksDifferError(ValueError):
-    """Ranks have different batches or buffers where these must be equal. Raised on every rank; nothing was updated."""
+    """Ranks have different models, batches or buffers where these must be equal. Raised on every rank. Nothing was
+    updated."""
 
 
 @dataclass(frozen=True)

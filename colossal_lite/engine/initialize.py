@@ -653,11 +653,36 @@ def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) ->
             owner._parameters[name] = real[id(parameter)]
 
 
+def _assert_same_layers(module: nn.Module, context: Context) -> None:
+    """Refuse a module whose tensors have other shapes than on rank 0, or whose layers of torch have other settings."""
+    layers = {
+        name or "it": f"{type(layer).__name__}({layer.extra_repr()})"
+        for name, layer in module.named_modules()
+        if type(layer).__module__.startswith("torch.nn.")
+    }
+    mine = layers | {name: f"{[*value.shape]} {value.dtype}" for name, value in module.state_dict().items()}
+    digest = hashlib.blake2b(repr(mine).encode(), digest_size=16).hexdigest()
+    world = context.mesh.world
+    with world.ledger.paused():
+        if len(set(world.gather_json(digest))) == 1:
+            return
+        rows = world.gather_json(mine)
+    for name in {name: None for row in rows for name in row}:
+        for rank, row in enumerate(rows):
+            if row.get(name) != rows[0].get(name):
+                found = f"{row.get(name, 'absent')} on rank {rank}, {rows[0].get(name, 'absent')} on rank 0"
+                raise RanksDifferError(f"model: {name} is {found}; legal: the same model on every rank")
+    raise RanksDifferError(
+        "model: its layers have another order on some rank than on rank 0; legal: the same model on every rank"
+    )
+
+
 def _assert_same_on_all_ranks(module: nn.Module, context: Context, *, values: bool) -> None:
-    """Refuse a module whose frozen parameters, or `values`, differ between the ranks, naming the first tensor and the
-    ranks."""
+    """Refuse a module whose layers, frozen parameters, or `values`, differ between the ranks, naming the first that
+    does, and the ranks."""
     if context.world_size == 1:
         return
+    _assert_same_layers(module, context)
     digests = {
         name: hashlib.blake2b(
             to_host(value).contiguous().view(-1).view(torch.uint8).numpy().data, digest_size=8

@@ -218,3 +218,41 @@ def test_a_module_that_has_no_shapes_yet_is_refused() -> None:
     assert model.startswith("model: 1 is a LazyLinear") and "run the model once" in model
     assert "LazyLinear.weight: it has no shape" in builder and "has run once" in builder
     assert ran == ""
+
+
+class Built:
+    """Builds a model with another width, dropout or activation on rank 1."""
+
+    def __init__(self, what: str, is_other: bool) -> None:
+        self.what, self.is_other = what, is_other
+
+    def __call__(self) -> nn.Module:
+        torch.manual_seed(0)
+        width = 16 if self.is_other and self.what == "width" else 8
+        chance = 0.2 if self.is_other and self.what == "dropout" else 0.1
+        acts = nn.ReLU() if self.is_other and self.what == "activation" else nn.GELU()
+        return nn.Sequential(
+            nn.Embedding(8, width), nn.Linear(width, width), acts, nn.Dropout(chance), nn.Linear(width, 8)
+        )
+
+
+def unlike_built(env: RankEnv, what: str, is_called: bool) -> str:
+    built = Built(what, env.rank == 1)
+    with env.launch(SGD) as context:
+        return told_of(lambda: cl.initialize(built if is_called else built(), context=context))
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+@pytest.mark.parametrize(
+    "what, found",
+    [
+        ("width", "model: 0 is Embedding(8, 16) on rank 1, Embedding(8, 8) on rank 0"),
+        ("dropout", "model: 3 is Dropout(p=0.2, inplace=False) on rank 1, Dropout(p=0.1"),
+        ("activation", "model: 2 is ReLU() on rank 1, GELU("),
+    ],
+)
+def test_another_model_on_one_rank_is_refused_by_its_first_layer(
+    what: str, found: str, is_called: bool
+) -> None:
+    for told in run_world(unlike_built, 2, what, is_called):
+        assert found in told and "legal: the same model on every rank" in told
