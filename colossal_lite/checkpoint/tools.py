@@ -19,7 +19,15 @@ from colossal_lite.checkpoint.manifest import CheckpointError, Manifest
 from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.distributed.key_value_store import LocalStore
 from colossal_lite.models.gpt import GPTConfig
-from colossal_lite.models.hf import config_from_hf, config_to_hf, from_hf, read_hf, to_hf, write_hf
+from colossal_lite.models.hf import (
+    config_from_hf,
+    config_to_hf,
+    from_hf,
+    read_hf,
+    refuse_changed_modules,
+    to_hf,
+    write_hf,
+)
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
 
@@ -77,7 +85,8 @@ def check(folder: Path) -> Iterator[tuple[Path, list[str]]]:
 def export(folder: Path, target: Path, dtype: str = "fp32") -> Path:
     """Write the newest whole checkpoint of `folder` as a Hugging Face model; returns the checkpoint.
 
-    Raises ValueError for a model of no known family, CheckpointError if none is whole.
+    Raises ValueError for a model of no known family, or whose modules are not those of its config, such as one with
+    adapters. Raises CheckpointError if none is whole.
     """
     if dtype not in EXPORTED:
         raise ValueError(f"dtype: {dtype!r}; legal: {', '.join(EXPORTED)}")
@@ -98,6 +107,7 @@ def export(folder: Path, target: Path, dtype: str = "fp32") -> Path:
             words = config_to_hf(config, str(EXPORTED[dtype]).removeprefix("torch."))
             write_hf(target, words, to_hf(config, state))
         else:  # a Hugging Face model was trained as it is
+            refuse_changed_modules(config, state)
             write_hf(target, config, state)
         return path
     raise CheckpointError("\n  ".join([f"{folder}: holds no whole checkpoint", *faults]))

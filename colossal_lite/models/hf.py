@@ -9,10 +9,12 @@ process group and no download.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,13 +100,50 @@ def _llama_rows(config: GPTConfig) -> Iterator[NameRule]:
 
 
 def to_hf(config: GPTConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors from ours (a GPT's state dict); views where nothing is transposed."""
+    """Their tensors from ours (a GPT's state dict); views where nothing is transposed.
+
+    Raises ValueError for names that a GPT of `config` has not, or lacks, as of a model with adapters.
+    """
+    table = list(rows(config))
+    refuse_other_names(state.keys(), {row.ours for row in table}, {"head.weight"} if config.tied else set())
     found = {}
-    for row in rows(config):
+    for row in table:
         pieces = state[row.ours].split(row.sizes) if row.sizes else (state[row.ours],)
         for name, piece in zip(row.theirs, pieces, strict=True):
             found[name] = (piece.t() if row.transposed else piece).contiguous()
     return found
+
+
+def refuse_other_names(names: Iterable[str], needed: set[str], optional: set[str]) -> None:
+    """Raise ValueError that tells which names their model would not read, or would fill with random values."""
+    found = set(names)
+    faults = [f"missing: {name}" for name in sorted(needed - found)]
+    faults += [f"unexpected: {name}" for name in sorted(found - needed - optional)]
+    if faults:
+        more = [f"and {len(faults) - 6} more"] if len(faults) > 6 else []
+        raise ValueError(
+            "\n  ".join(["Hugging Face model: its modules are not those of its config:", *faults[:6], *more])
+            + "\nlegal: a model as its config builds it; merge adapters into their bases, and save that model"
+        )
+
+
+def refuse_changed_modules(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if `from_pretrained` would not read `state` whole into the class that `config` names.
+
+    Asks nothing without transformers, or of a class that is not theirs.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return
+    transformers = importlib.import_module("transformers")
+    kind = getattr(transformers, config["architectures"][0], None)
+    if kind is None:
+        return
+    with torch.device("meta"):
+        plain = kind(transformers.AutoConfig.for_model(**config))
+    needed = {name for name, _ in plain.named_parameters()}
+    refuse_other_names(
+        state.keys(), needed, set(plain.state_dict()) | {name for name, _ in plain.named_buffers()}
+    )
 
 
 def from_hf(config: GPTConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:

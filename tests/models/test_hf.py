@@ -47,15 +47,15 @@ def model_of(config: GPTConfig) -> GPT:
     return model.eval()
 
 
-def saved(folder: Path, model: GPT, step: int = 3) -> Path:
+def saved(folder: Path, model: Any, step: int = 3, facts: dict[str, Any] | None = None) -> Path:
     """A checkpoint of the model, as a run would leave it."""
     held = [
         HeldTensor(f"model/{n}", ShardSpec(n, dims_of(p.shape)), p.detach())
         for n, p in model.named_parameters()
     ]
     disk = Checkpointer(MeshLayout.build(), 0, LocalStore(), keep=3, timeout_s=5, heard=str)
-    facts = RunFacts(step, 0, 0, {"seed": 0}, vars(model.config), {}, {})
-    return disk.save(folder, held, facts, asynchronous=False).wait()
+    run = RunFacts(step, 0, 0, {"seed": 0}, facts or vars(model.config), {}, {})
+    return disk.save(folder, held, run, asynchronous=False).wait()
 
 
 IDS = torch.randint(61, (3, 16), generator=torch.Generator().manual_seed(0))
@@ -84,6 +84,42 @@ def test_an_export_opens_with_from_pretrained_and_gives_the_same_logits(
         ours, logits = model(IDS), theirs.eval()(IDS).logits
         assert float((ours - logits).abs().max()) <= 1e-5 * float(ours.abs().max())
         assert torch.equal(load_pretrained(tmp_path / "hf").eval()(IDS), ours)
+
+
+class Adapted(torch.nn.Module):
+    """A linear with a term of low rank, as a user writes it."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base.out_features, bias=False)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["ours", "theirs"])
+def test_a_model_with_adapters_is_no_export_and_one_that_is_merged_is(
+    kind: str, tied: bool, tmp_path: Path, auto: Any
+) -> None:
+    model: Any = model_of(GPTConfig(**SIZES, **LLAMA, tied=tied))
+    facts = vars(model.config)
+    if kind == "theirs":
+        config = importlib.import_module("transformers").AutoConfig.for_model(**config_to_hf(model.config))
+        model, facts = auto.from_config(config), config.to_dict()
+    block = model.model.layers[0].self_attn if kind == "theirs" else model.blocks[0].attention
+    name = "q_proj" if kind == "theirs" else "qkv"
+    plain = getattr(block, name)
+    for folder, module in (("adapted", Adapted(plain)), ("merged", plain)):
+        setattr(block, name, module)
+        saved(tmp_path / folder, model, facts=facts)
+    with pytest.raises(
+        ValueError, match=rf"unexpected: .*{name}\.base\.weight[\s\S]*legal: .*merge adapters"
+    ):
+        export(tmp_path / "adapted", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export(tmp_path / "merged", tmp_path / "out")
+    _, found = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(found[key] for key in found if key.endswith("_keys")), found
 
 
 @pytest.mark.parametrize("name", CONFIGS)
