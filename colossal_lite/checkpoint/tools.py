@@ -85,8 +85,8 @@ def check(folder: Path) -> Iterator[tuple[Path, list[str]]]:
 def export(folder: Path, target: Path, dtype: str = "fp32") -> Path:
     """Write the newest whole checkpoint of `folder` as a Hugging Face model; returns the checkpoint.
 
-    Raises ValueError for a model of no known family, or whose modules are not those of its config, such as one with
-    adapters. Raises CheckpointError if none is whole.
+    Raises ValueError for a model of no known family, or with other modules than its config says, as adapters are.
+    Raises CheckpointError if none is whole.
     """
     if dtype not in EXPORTED:
         raise ValueError(f"dtype: {dtype!r}; legal: {', '.join(EXPORTED)}")

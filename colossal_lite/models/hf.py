@@ -115,7 +115,7 @@ def to_hf(config: GPTConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def refuse_other_names(names: Iterable[str], needed: set[str], optional: set[str]) -> None:
-    """Raise ValueError that tells which names their model would not read, or would fill with random values."""
+    """Raise ValueError with the names that their model would not read, or would fill with random values."""
     found = set(names)
     faults = [f"missing: {name}" for name in sorted(needed - found)]
     faults += [f"unexpected: {name}" for name in sorted(found - needed - optional)]
