@@ -53,8 +53,8 @@ def _factors(loss: Tensor) -> list[Tensor]:
             continue
         nodes += [before for before, _ in node.next_functions]
         if node.name() == "MulBackward0":
-            x = node._saved_other
-            if x is not None and x.dim() == 0 and x.dtype == torch.float32 and not x.requires_grad:
+            x = getattr(node._raw_saved_other, "data", None)  # as it was saved: to unpack it may gather weights
+            if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.float32 and not x.requires_grad:
                 found.append(x)
     return found
 
