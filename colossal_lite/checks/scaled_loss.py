@@ -53,7 +53,8 @@ def _factors(loss: Tensor) -> list[Tensor]:
             continue
         nodes += [before for before, _ in node.next_functions]
         if node.name() == "MulBackward0":
-            x = getattr(node._raw_saved_other, "data", None)  # as it was saved: to unpack it may gather weights
+            # As it was saved: to unpack it may gather weights.
+            x = getattr(node._raw_saved_other, "data", None)
             if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.float32 and not x.requires_grad:
                 found.append(x)
     return found
