@@ -1,14 +1,16 @@
 """Refuses a loss that a GradScaler has multiplied, because nothing would divide the gradients again.
 
 Note: how it is found.
-`GradScaler.scale` multiplies the loss by a tensor that the scaler keeps.  Autograd saves that same tensor.  So a factor
-in the graph of a loss is a scaler's if one refers to it.  Cost: a look at the first nodes of the graph.  For a factor
-that may be a scaler's, all objects of the process are searched.  That is done a few times only.
+`GradScaler.scale` multiplies the loss by a tensor that the scaler keeps.  Autograd saves that factor.  So the first
+products in the graph of a loss are compared with the factors of all scalers.  Saved tensors are read only where there
+is such a scaler: at ZeRO-3, to unpack one may gather weights.  Cost: a look at the first nodes of the graph.  For a
+product with a constant, all objects of the process are searched.  That is done a few times only.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 NODES = 16
 """How many nodes of the graph are looked at, from the loss on."""
 LOOKS = 8
-"""In how many backwards such factors are looked for."""
+"""In how many backwards scalers are looked for."""
 
 
 class ScaledLoss:
@@ -29,11 +31,12 @@ class ScaledLoss:
 
     def refuse(self, loss: Tensor) -> None:
         """Raises ValueError if a GradScaler has multiplied `loss`."""
-        if not self._left or not (factors := _factors(loss)):
+        if not self._left or not (products := list(_products(loss))):
             return
         self._left -= 1
-        holders = gc.get_referrers(*factors)
-        if any(isinstance(x, GradScaler) or _is_state_of_scaler(x) for x in holders):
+        if not (scales := list(_scales())):
+            return
+        if any(_is_one_of(product._saved_other, scales) for product in products):
             self._left = LOOKS
             raise ValueError(
                 "backward: a GradScaler has multiplied the loss, and nothing would divide the gradients again; legal: "
@@ -41,24 +44,28 @@ class ScaledLoss:
             )
 
 
-def _factors(loss: Tensor) -> list[Tensor]:
-    """Tensors that may be factors of a scaler, from the first nodes of the graph of `loss`."""
+def _products(loss: Tensor) -> Iterator[Any]:
+    """Products with a factor that needs no gradient, among the first nodes of the graph of `loss`."""
     nodes: list[Any] = [loss.grad_fn]
-    found: list[Tensor] = []
     for _ in range(NODES):
         if not nodes:
-            break
-        node = nodes.pop(0)
-        if node is None:
+            return
+        if (node := nodes.pop(0)) is None:
             continue
-        nodes += [before for before, _ in node.next_functions]
-        if node.name() == "MulBackward0":
-            # As it was saved: to unpack it may gather weights.
-            x = getattr(node._raw_saved_other, "data", None)
-            if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.float32 and not x.requires_grad:
-                found.append(x)
-    return found
+        inputs = [before for before, _ in node.next_functions]
+        if node.name() == "MulBackward0" and inputs[1] is None:
+            yield node
+        nodes += inputs
 
 
-def _is_state_of_scaler(x: object) -> bool:
-    return isinstance(x, dict) and "_scale" in x and "_growth_tracker" in x
+def _scales() -> Iterator[Tensor]:
+    """The factors of all scalers that have multiplied anything."""
+    for each in gc.get_objects():
+        if issubclass(type(each), GradScaler) and getattr(each, "_scale", None) is not None:
+            yield each._scale
+
+
+def _is_one_of(factor: Tensor | None, scales: list[Tensor]) -> bool:
+    if factor is None or factor.numel() != 1 or factor.dtype != torch.float32:
+        return False
+    return any(factor is scale or float(factor) == float(scale) for scale in scales)

@@ -257,18 +257,17 @@ def test_a_loss_of_many_numbers_is_refused() -> None:
         assert "a loss of the shape (3,)" in told
 
 
-def scaled_loss(env: RankEnv, precision: str) -> tuple[list[str], Tensor, Tensor]:
-    """Messages of losses that a scaler has multiplied; the weights of a step afterwards, and of one by a plain loss."""
-    with env.launch(SGD | dict(precision=precision)) as context:
+def scaled_loss(env: RankEnv, precision: str, stage: int) -> tuple[list[str], Tensor, Tensor]:
+    """Messages of losses that a scaler has multiplied. And the weights of a step afterwards, and of one that no scaler
+    came before."""
+    with env.launch(SGD | dict(precision=precision, zero=dict(stage=stage))) as context:
         told, weights = [], []
         for scaler in (torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)):
             engine = cl.initialize(model(), context=context)
-            for parts in (1, 2):
-                loss = scaler.scale(loss_of(engine(batch()[0]))) / parts
+            for scaled in (scaler.scale, lambda x: scaler.scale(x) / 2, lambda x: scaler.scale([x])[0]):  # noqa: B023
+                loss = scaled(loss_of(engine(batch()[0])))
                 if scaler.is_enabled():
                     told.append(told_of(lambda: engine.backward(loss)))  # noqa: B023
-                    engine.zero_grad()
-                    continue
                 engine.zero_grad()
             engine.backward(loss_of(engine(batch()[0])) * torch.tensor(0.5))
             engine.step()
@@ -277,10 +276,12 @@ def scaled_loss(env: RankEnv, precision: str) -> tuple[list[str], Tensor, Tensor
         return told, weights[0], weights[1]
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_a_loss_that_a_scaler_has_multiplied_is_refused_and_other_factors_are_not(precision: str) -> None:
-    ((told, weights, truth),) = run_world(scaled_loss, 1, precision)
-    assert len(told) == 2
+@pytest.mark.parametrize("precision, stage", [("fp64", 0), ("fp32", 0), ("fp64", 3)])
+def test_a_loss_that_a_scaler_has_multiplied_is_refused_and_other_factors_are_not(
+    precision: str, stage: int
+) -> None:
+    ((told, weights, truth),) = run_world(scaled_loss, 1, precision, stage)
+    assert len(told) == 3
     for message in told:
         assert "a GradScaler has multiplied the loss" in message and "precision='fp16'" in message
     assert torch.equal(weights, truth)
