@@ -8,7 +8,7 @@ shows: their settings stay as they are, and their bytes are not known.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ def settings_of(task: Task, shared: Mapping[str, Any], data: Any) -> Config:
 def plan_of(task: Task, shared: Mapping[str, Any]) -> RunPlan | None:
     """Bytes of a step of a task on each of its devices; None where they are not known. Raises ConfigError for a task
     that cannot be planned, and ValueError for data without a length."""
-    data = data_of(task.data, Config.load(task.settings(shared)).seed)
+    data = data_of(task.data, Config.load(task.settings(shared)).seed, "data")
     tokens = _tokens_of(task, data)
     if tokens is None or isinstance(task.build, nn.Module):
         return None
@@ -72,15 +72,16 @@ def _tokens_of(task: Task, data: Any) -> int | None:
     return len(ids) if ids is not None and ids.dim() == 1 and not ids.is_floating_point() else None
 
 
-def data_of(data: Any, seed: int) -> Any:
-    """A dataset, or what a function of no argument returns. It draws by `seed` alone, each time that it is called.
+def data_of(data: Any, seed: int, use: Literal["data", "evaluate"]) -> Any:
+    """A dataset, or what a function of no argument returns. It draws by `seed` and `use` alone, each time that it is
+    called. So one function gives other samples to train on than to evaluate on.
 
     Raises ValueError for data without a length."""
     found = data
     if makes_data(data):
         with generators_kept():
-            seed_from("data", seed)
+            seed_from(use, seed)
             found = data()
     if not hasattr(found, "__len__"):
-        raise ValueError(f"data: a {type(found).__name__} has no length; legal: a dataset with one")
+        raise ValueError(f"{use}: a {type(found).__name__} has no length; legal: a dataset with one")
     return found

@@ -200,7 +200,7 @@ class OpenTask:
         return result
 
     def evaluate(self) -> float:
-        held_out = data_of(self.task.evaluate, self.context.config.seed)
+        held_out = data_of(self.task.evaluate, self.context.config.seed, "evaluate")
         return self.run.evaluate(held_out, global_batch=self.task.global_batch)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -353,7 +353,7 @@ class Worker:
         }  # fmt: skip
 
     def _opened(self, task: Task, place: Mapping[str, Any]) -> OpenTask:
-        data = data_of(task.data, Config.load(task.settings(self._order.shared)).seed)
+        data = data_of(task.data, Config.load(task.settings(self._order.shared)).seed, "data")
         if task.name not in self._configs:
             self._configs[task.name] = settings_of(task, self._order.shared, data)
         return OpenTask(self._order, task, self._configs[task.name], data, place, self._store)

@@ -502,7 +502,7 @@ def test_a_task_reads_its_data_as_its_loader_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "collate",
-    ["own.texts", "partial(own.texts, x=own.Counting())", "own.Counting()", "own.Counting().forward"],
+    ["own.texts", "partial(own.texts, x=own.Joining())", "own.Joining()", "own.Joining().join"],
 )
 def test_what_a_directory_is_compared_by_has_no_address(collate: str) -> None:
     """Else no task with a collator could be resumed, or be on two ranks."""
@@ -533,7 +533,12 @@ def test_tasks_share_neither_the_draws_of_their_data_nor_the_state_of_their_crit
 
 def test_a_class_of_data_is_a_function_that_returns_it() -> None:
     check([task("a", data=Raising)], CONFIG, "link", None, None, 1)
-    assert len(data_of(Raising, seed=0)) == len(TRAIN)
+    assert len(data_of(Raising, 0, "data")) == len(TRAIN)
+
+
+def test_a_function_that_draws_gives_other_samples_to_evaluate_on_than_to_train_on() -> None:
+    trained, again, held_out = (data_of(own.drawn, 3, use)[0][0] for use in ("data", "data", "evaluate"))
+    assert torch.equal(trained, again) and not torch.equal(trained, held_out)
 
 
 @pytest.mark.parametrize("loader", [3, dict(label="unshifted"), dict(start=4)])
