@@ -8,7 +8,6 @@ by shard.  So a rank never holds more than its part and one tensor in transit.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,8 @@ from colossal_lite.checks.model_structure import (
     check_values,
     is_in_parts,
 )
-from colossal_lite.checks.rank_comparison import RanksDifferError, frozen_apart, recomputes, splits
+from colossal_lite.checks.rank_comparison import recomputes, splits
+from colossal_lite.checks.same_model import check_same_model
 from colossal_lite.config.config import Config
 from colossal_lite.config.errors import ConfigError, refuse
 from colossal_lite.config.parallel_schema import ModelFacts
@@ -51,7 +51,7 @@ from colossal_lite.memory.frozen_chunk import FrozenChunk, state_base
 from colossal_lite.memory.host_store import HostStore
 from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.task_records import TaskRecords
-from colossal_lite.memory.transfers import buffers_to_device, to_device, to_host
+from colossal_lite.memory.transfers import buffers_to_device, to_device
 from colossal_lite.models import GPT
 from colossal_lite.numerics.lr_schedules import told_of_end
 from colossal_lite.numerics.optimizers import assign_groups, check_whole_tensors, groups_of
@@ -164,7 +164,7 @@ def _initialize(
     # a batch of a criterion may have any inputs, and `plan` takes ids
     forecast_batch = None if callable(criterion) else _forecast_batch(model, context, plan)
     originals = dict(module.named_parameters())
-    _assert_same_on_all_ranks(module, context, values=recipes is None)
+    check_same_model(module, context.mesh.world, values=recipes is None)
     micro_batch = None if shown is None else _first_micro_batch(shown, context)
     own = loss if isinstance(loss, ModelLoss) else None
     sections = traced_units(module, micro_batch, own) if config.parallel.pipeline.is_staged else None
@@ -651,56 +651,3 @@ def _materialise(module: nn.Module, device: torch.device, dtype: torch.dtype) ->
                 empty = torch.empty((), dtype=kept, device=device).expand(parameter.shape)
                 real[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             owner._parameters[name] = real[id(parameter)]
-
-
-def _assert_same_layers(module: nn.Module, context: Context) -> None:
-    """Refuse a module whose tensors have other shapes than on rank 0, or whose layers of torch have other settings."""
-    layers = {
-        name or "it": f"{type(layer).__name__}({layer.extra_repr()})"
-        for name, layer in module.named_modules()
-        if type(layer).__module__.startswith("torch.nn.")
-    }
-    mine = layers | {name: f"{[*value.shape]} {value.dtype}" for name, value in module.state_dict().items()}
-    digest = hashlib.blake2b(repr(mine).encode(), digest_size=16).hexdigest()
-    world = context.mesh.world
-    with world.ledger.paused():
-        if len(set(world.gather_json(digest))) == 1:
-            return
-        rows = world.gather_json(mine)
-    for name in {name: None for row in rows for name in row}:
-        for rank, row in enumerate(rows):
-            if row.get(name) != rows[0].get(name):
-                found = f"{row.get(name, 'absent')} on rank {rank}, {rows[0].get(name, 'absent')} on rank 0"
-                raise RanksDifferError(f"model: {name} is {found}; legal: the same model on every rank")
-    raise RanksDifferError(
-        "model: its layers have another order on some rank than on rank 0; legal: the same model on every rank"
-    )
-
-
-def _assert_same_on_all_ranks(module: nn.Module, context: Context, *, values: bool) -> None:
-    """Refuse a module whose layers, frozen parameters, or `values`, differ between the ranks, naming the first that
-    does, and the ranks."""
-    if context.world_size == 1:
-        return
-    _assert_same_layers(module, context)
-    digests = {
-        name: hashlib.blake2b(
-            to_host(value).contiguous().view(-1).view(torch.uint8).numpy().data, digest_size=8
-        ).hexdigest()
-        for name, value in (module.state_dict() if values else {}).items()
-    }
-    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    with context.mesh.world.ledger.paused():
-        told = context.mesh.world.gather_json(dict(digests=digests, frozen=frozen))
-    rows = [row["digests"] for row in told]
-    for name in {name: None for row in rows for name in row}:
-        seen = [row.get(name, "absent") for row in rows]
-        if len(set(seen)) > 1:
-            odd = [rank for rank, digest in enumerate(seen) if digest != seen[0]]
-            raise ValueError(
-                f"model: {name} on ranks {odd} differs from rank 0; build it from one seed on every rank, or pass "
-                f"a callable to initialize"
-            )
-    for rank, row in enumerate(told):
-        if fault := frozen_apart(0, told[0]["frozen"], rank, row["frozen"]):
-            raise RanksDifferError(fault)
