@@ -54,6 +54,15 @@ def test_legal_sizes_fit_the_world_the_model_and_the_other_settings(
     assert all(offer.startswith(begin) for offer, begin in zip(offers, legal, strict=True)), told
 
 
+@pytest.mark.parametrize(
+    "size, mode, legal", [(3, "2d", "1"), (8, "2d", "4"), (4, "3d", "1"), (2, "2.5d", "1")]
+)
+def test_only_tensor_sizes_that_fit_the_world_are_named(size: int, mode: str, legal: str) -> None:
+    config = Config.load(dict(parallel=dict(tensor=dict(size=size, mode=mode))))
+    (told,) = refused(config.check_world, size)
+    assert told.legal == legal
+
+
 def drawn(rng: random.Random) -> tuple[dict[str, Any], int]:
     size: Callable[[], int] = lambda: rng.choice([1, 1, 1, 2, 3, 4])  # noqa: E731
     tensor = dict(size=size(), mode=rng.choice(["1d", "2d", "2.5d"]), depth=rng.choice([1, 2]))
