@@ -503,15 +503,17 @@ IN_SUITE = ("device", "disk", "auto, by turns")
     "name", [pytest.param(n, marks=[pytest.mark.campaign] * (n not in IN_SUITE)) for n in PLACEMENTS]
 )
 def test_a_whole_process_holds_what_is_planned(name: str, tmp_path: Path) -> None:
-    """DESIGN 9: within 10 %, on the model of its table, with AdamW; and wherever its state rests."""
+    """DESIGN 9: within 10 %, on the model of its table, with AdamW; and wherever its state rests. In bf16 with one
+    sequence: a product of matrices in it takes forty times as long as in float32 on some CPUs."""
     model = dict(vocabulary=2048, layers=6, heads=6, width=384, sequence=256)
     config = PLACEMENTS[name]
+    batch = 1 if config["precision"] == "bf16" else 4
     if name.startswith("disk"):
         config = config | dict(
             memory=config.get("memory", dict(placement="disk")) | dict(disk_dir=str(tmp_path))
         )
-    predicted = plan(config, GPTConfig(**model), batch=4, sequence=256, world_size=1)
-    assert resident_bytes(model, 4, config) == pytest.approx([predicted.process_bytes], rel=0.10)
+    predicted = plan(config, GPTConfig(**model), batch=batch, sequence=256, world_size=1)
+    assert resident_bytes(model, batch, config) == pytest.approx([predicted.process_bytes], rel=0.10)
 
 
 SEVERAL: dict[str, dict[str, Any]] = {
