@@ -78,7 +78,10 @@ class FolderClaims:
         self._thread: threading.Thread | None = None
 
     def claim(self, directory: Path) -> str:
-        """Create and own this folder. Returns "", or who owns it if another run is alive there. Raises OSError."""
+        """Create and own this folder. Returns "", or who owns it if another run is alive there, or why it
+        can be no folder. Raises OSError."""
+        if fault := _no_folder(directory):
+            return fault
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / OWNER
         while True:
@@ -132,6 +135,18 @@ class FolderClaims:
                 with suppress(OSError):
                     if (found := _read(directory / OWNER)) is not None and found.run == self.run:
                         os.utime(directory / OWNER)
+
+
+def _no_folder(directory: Path) -> str:
+    """Why there can be no such folder: a file or a broken link on its path; or ""."""
+    for path in (directory, *directory.parents):
+        if path.is_dir():
+            break
+        if path.exists():
+            return f"{path} is no folder"
+        if path.is_symlink():
+            return f"{path} is a link to {os.readlink(path)}, which is not there"
+    return ""
 
 
 def _create(path: Path, owner: Owner) -> bool:

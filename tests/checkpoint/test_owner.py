@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import colossal_lite as cl
 from colossal_lite.checkpoint import owner
@@ -188,3 +189,33 @@ def test_a_run_that_was_taken_over_saves_no_more(tmp_path: Path) -> None:
         holder.wait()
         with pytest.warns(UserWarning, match=f"belonged to run {run}"):
             assert ours.claim(tmp_path) == ""
+
+
+PLACES = {
+    "a link to nowhere": ("run", "/run is a link to nowhere, which is not there"),
+    "a link to itself": ("ring", "ring is a link to ring, which is not there"),
+    "in a file": ("file/run", "file is no folder"),
+}
+
+
+def placed(env: RankEnv, folder: str) -> list[str]:
+    """What a save and a resume say of a folder that cannot be made."""
+    told = []
+    with pytest.raises(cl.Stopped), env.launch(CONFIG) as context:  # its last save has failed
+        engine = cl.initialize(torch.nn.Linear(2, 2), context=context)
+        for call in (engine.save, engine.resume):
+            with pytest.raises((CheckpointError, ValueError)) as caught:
+                call(folder)
+            told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_folder_that_cannot_be_made_is_refused_with_what_is_there(kind: str, tmp_path: Path) -> None:
+    """A link to nowhere once said `File exists`, and a resume from it began a run that could not be saved."""
+    (tmp_path / "run").symlink_to("nowhere")
+    (tmp_path / "ring").symlink_to("ring")
+    (tmp_path / "file").touch()
+    name, words = PLACES[kind]
+    ((save, resume),) = run_world(placed, 1, str(tmp_path / name))
+    assert words in save and words in resume and "resume:" in resume
