@@ -74,7 +74,8 @@ FILE_BYTES = 2**30
 GRACE_S = 5.0
 """after `timeout_s`, so that an error of the thread itself is raised first"""
 FITS = (
-    "the model and settings of then, or another directory; cl.Run(..., fresh=True) renames these checkpoints"
+    "the model and settings of then, or another directory; cl.Run(..., fresh=True) renames these checkpoints. "
+    "For weights alone: an engine of then loads it, and its full_state_dict() goes to load_full_state_dict here"
 )
 
 
