@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_read import BatchRead, read_of
-from colossal_lite.data.fingerprint import fingerprint
+from colossal_lite.data.fingerprint import BITS, fingerprint
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.transfers import to_device
 from colossal_lite.numerics.precision import DTYPES
@@ -106,6 +106,8 @@ class RankComparison:
     _reads: list[BatchRead] = field(default_factory=list)
     _weights: list[Tensor] = field(default_factory=list)
     _rate: float | None = None
+    _loaded: int = 0
+    """The mark of the last whole state that was loaded by hand."""
     _changed: set[str] = field(default_factory=set)
     _looked_at: dict[str, _Buffer] = field(default_factory=dict)
     _begun: Any = None
@@ -141,7 +143,7 @@ class RankComparison:
 
     def restart(self) -> None:
         """All ranks go on from one state, whatever they have left behind."""
-        self._begun, self._left = None, 0
+        self._begun, self._left, self._loaded = None, 0, 0
 
     def add_batch(self, tensors: Mapping[str, Tensor]) -> None:
         """Add the tensors of a batch, those of the whole replica. Costs nothing if a replica is one rank."""
@@ -167,6 +169,12 @@ class RankComparison:
         """Add the factor on the learning rates that the user's code gives for this step."""
         self._rate = factor
 
+    def add_loaded(self, state: Mapping[str, Tensor], step: int) -> None:
+        """Add a whole state that this rank has loaded after so many steps. It is compared until the next load."""
+        if self.mesh.world_size > 1:
+            marks = (int(fingerprint({name: state[name]}, f"{step}")) for name in sorted(state))
+            self._loaded = 1 + crc32(repr([*marks]).encode()) % (1 << BITS)
+
     @contextmanager
     def forward(self, batch: Batch) -> Iterator[None]:
         """Context of a forward: notes the buffers that it changes. Raises ValueError if it changes `batch`, and if it
@@ -183,6 +191,11 @@ class RankComparison:
             before = self._looked_at[name]
             if self._look_at(name) is not before and int(self._looked_at[name].mark) != int(before.mark):
                 self._changed.add(name)
+
+    @property
+    def changed_buffer(self) -> str:
+        """A buffer that a forward of this step has changed, or ""."""
+        return min(self._changed, default="")
 
     def _explain_dtypes(self, error: RuntimeError, batch: Batch) -> None:
         """Raises ValueError for what torch says of two dtypes, if a buffer has another one than the weights. An
@@ -240,8 +253,7 @@ class RankComparison:
             total += fingerprint(counts) * self._factor(*AXES)
         if self._rate is not None:
             total += crc32(struct.pack("d", self._rate)) * self._factor(*AXES)
-        if self._left:
-            total += self._left * self._factor(*AXES)
+        total += (self._left + self._loaded) * self._factor(*AXES)
         if factor := self._factor(*STAGE):
             total += crc32(bytes(p.requires_grad for p in self._parameters.values())) * factor
         if self._changed:
@@ -256,6 +268,7 @@ class RankComparison:
         self.clear()
         if (
             fault := _left_fault(told)
+            or _loaded_fault(told)
             or _weight_fault(told)
             or _rate_fault(told)
             or _read_fault(told)
@@ -296,7 +309,7 @@ class RankComparison:
         reads = [dict(start=read.start, samples=read.samples, ahead=read.ahead) for read in self._reads]
         return dict(
             coords, batches=batches, reads=reads, buffers=marks, left=self._left, read_term=self._read_term(),
-            rate=self._rate,
+            rate=self._rate, loaded=self._loaded,
             weights=[counts.tolist() for counts in self._weights],
             frozen=[name for name, p in self._parameters.items() if not p.requires_grad],
         )  # fmt: skip
@@ -316,6 +329,17 @@ def _left_fault(told: Sequence[Mapping[str, Any]]) -> str:
                 f"batch: rank {rank} has left {left} batches untrained, after errors, and rank 0 has left {first}. "
                 f"They would train on parts of different batches. Nothing was updated. Legal: the same batch again "
                 f"after an error of one rank, or engine.load of a checkpoint on all ranks"
+            )
+    return ""
+
+
+def _loaded_fault(told: Sequence[Mapping[str, Any]]) -> str:
+    """The message for the first rank that has loaded another state than rank 0, or none, or ""."""
+    for rank, row in enumerate(told):
+        if row["loaded"] != told[0]["loaded"]:
+            return (
+                f"load_full_state_dict: rank {rank} has loaded other values than rank 0, or one of them has loaded "
+                f"none. Nothing was updated. Legal: the same state on every rank, after the same step"
             )
     return ""
 

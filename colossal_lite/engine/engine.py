@@ -402,10 +402,13 @@ class Engine:
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set all parameters and buffers from a serial state dict.
 
-        Raises ValueError listing every missing, unexpected and misshapen tensor, and then changes nothing.
+        Raises ValueError listing every missing, unexpected and misshapen tensor, and then changes nothing. So it does
+        for other types than mappings of tensors. Every rank loads the same: the next step compares, and raises
+        RanksDifferError.
         """
         self._refuse_ended("load_full_state_dict")
         self._state.load_full_state_dict(state)
+        self._comparison.add_loaded(state, self.steps)
 
     # ---- checkpoints ----
 
@@ -419,7 +422,11 @@ class Engine:
         the caller's own JSON.  With `checkpoint.asynchronous` it returns when this rank's state is copied; `.wait()`
         then returns or raises.  Raises CheckpointError on every rank if it failed twice; training may go on.  Raises
         `Stopped` with exit code 4 if that were `checkpoint.max_failures` saves in a row.
+
+        Between backward and step it writes the state before the step.  Raises ValueError there if a forward of the step
+        has changed a buffer.
         """
+        self._refuse_half_step("save")
         return self._state.save(Path(directory).absolute(), samples=samples, extra=extra)
 
     @outside_inference()
@@ -439,7 +446,8 @@ class Engine:
     def resume(self, directory: str | Path) -> Loaded | None:
         """`load`, or None if `directory` holds no checkpoint yet."""
         loaded = self._state.load(Path(directory).absolute(), missing_ok=True)
-        self._comparison.restart()
+        if loaded is not None:
+            self._comparison.restart()
         return loaded
 
     def save_on_stop(
@@ -551,6 +559,15 @@ class Engine:
         if self._is_closed:
             raise ValueError(
                 f"{what}: this engine is closed; make a new one with cl.initialize(model, context=...)"
+            )
+
+    def _refuse_half_step(self, what: str) -> None:
+        """Raises ValueError between backward and step, if buffers belong to this step and weights to the one before."""
+        name = self._open.changed_buffer or self._comparison.changed_buffer
+        if name and (self._open.totals is not None or self._open.calls):
+            raise ValueError(
+                f"{what}: a forward of this step has changed the buffer {name}. After a resume the step would begin "
+                f"anew, and change it twice. Legal: after step or zero_grad"
             )
 
     def _refuse_ended(self, what: str) -> None:
@@ -688,6 +705,7 @@ class Engine:
         """Sum loss, weight and squares over all ranks."""
         self.mesh.progress.phase = "agreement"
         self._rate_factor()  # which ranks compare
+        self._open.changed_buffer = self._comparison.changed_buffer
         order = self._in_order if self._sharding.ordered else None
         squares = squares_of(self._chunks, order, self.mesh, self.context.device)
         return all_reduce_totals(

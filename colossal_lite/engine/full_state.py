@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, is_dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -201,16 +201,38 @@ class FullState:
         return whole
 
 
-def _misfits(own: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor]) -> list[str]:
-    """Every missing, unexpected and misshapen tensor of `state`, a line each."""
+def _misfits(own: Mapping[str, tuple[int, ...]], state: object) -> list[str]:
+    """Every missing, unexpected and misshapen tensor of `state`, and all that is no tensor with values, a line each."""
+    if not isinstance(state, Mapping):
+        return [
+            f"it is of type {type(state).__name__}; legal: a mapping of names to tensors, as model.state_dict()"
+        ]
     faults = [f"missing: {name} {own[name]}" for name in own.keys() - state.keys()]
-    faults += [f"unexpected: {name} {tuple(state[name].shape)}" for name in state.keys() - own.keys()]
-    faults += [
-        f"shape: {name} is {tuple(state[name].shape)}, the model has {own[name]}"
-        for name in own.keys() & state.keys()
-        if own[name] != tuple(state[name].shape)
-    ]
+    for name, value in state.items():
+        if name not in own:
+            faults.append(f"unexpected: {name} {_form(value)}")
+        elif not _has_values(value):
+            faults.append(f"type: {name} is {_form(value)}; legal: a dense tensor with values")
+        elif own[name] != tuple(value.shape):
+            faults.append(f"shape: {name} is {_form(value)}, the model has {own[name]}")
     return sorted(faults)
+
+
+def _has_values(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor that can be copied into another of its shape."""
+    if not isinstance(value, Tensor):
+        return False
+    return value.layout is torch.strided and not (value.is_nested or value.is_meta or value.is_quantized)
+
+
+def _form(value: object) -> str:
+    """A tensor's shape, or what a value is that is no plain tensor."""
+    if _has_values(value):
+        return f"{tuple(value.shape)}"
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}"
+    kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "on the meta device": value.is_meta}
+    return next((kind for kind, is_so in kinds.items() if is_so), f"{value.layout}")
 
 
 def own_config(model: nn.Module) -> dict[str, Any] | None:

@@ -192,12 +192,14 @@ class OpenStep:
         self.samples_before = 0
         """Samples of all earlier steps, or the number that a save or a load has set since."""
         self.sizes = StepSizes()
+        self.changed_buffer = ""
+        """A buffer that a forward of this step has changed; known once `totals` are."""
         self.rate_factor: float | None = None
         """Factor on the learning rates of this step; None until it is asked for."""
 
     def clear(self) -> None:
         """Drop the sums and totals. The counts of earlier steps and samples, and the loss scale, stay."""
-        self.own_samples, self.rate_factor = 0, None
+        self.own_samples, self.rate_factor, self.changed_buffer = 0, None, ""
         self.totals, self.by_count, self.calls, self.samples = None, None, 0, 0
         self.sums.clear()
 
