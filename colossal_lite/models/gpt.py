@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,10 @@ from torch import Tensor, nn
 from colossal_lite.kernels import TORCH, Dropout, Mask
 
 INITIAL_STD = 0.02
+
+
+def _is_number(value: object, kind: type[Integral | Real]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,20 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         faults = [
-            f"{name}={value}; legal is a whole number from 1"
+            f"{name}={value!r}; legal is a whole number from 1"
             for name in ("vocabulary", "layers", "heads", "width", "sequence", "kv_heads", "ffn")
-            if (value := getattr(self, name)) is not None and value < 1
+            if (value := getattr(self, name)) is not None or name not in ("kv_heads", "ffn")
+            if not _is_number(value, Integral) or value < 1
+        ]
+        faults += [
+            f"{name}={value!r}; legal are True and False"
+            for name in ("tied", "bias", "causal")
+            if not isinstance(value := getattr(self, name), bool)
+        ]
+        faults += [
+            f"{name}={value!r}; legal is a number"
+            for name in ("rotary_base", "eps")
+            if not _is_number(value := getattr(self, name), Real)
         ]
         for name, legal in (
             ("position", ("learned", "rotary")),
@@ -69,8 +85,8 @@ class GPTConfig:
         ):
             if getattr(self, name) not in legal:
                 faults.append(f"{name}={getattr(self, name)!r}; legal are {legal[0]!r} and {legal[1]!r}")
-        if not 0.0 <= self.dropout < 1.0:
-            faults.append(f"dropout={self.dropout}; legal is 0 <= dropout < 1")
+        if not _is_number(self.dropout, Real) or not 0.0 <= self.dropout < 1.0:
+            faults.append(f"dropout={self.dropout!r}; legal is 0 <= dropout < 1")
         if not faults and self.width % self.heads:
             faults.append(f"width={self.width} is not divisible by heads={self.heads}")
         if not faults and self.heads % self.key_heads:

@@ -14,8 +14,9 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from torch import Tensor
 from colossal_lite.models.gpt import GPT, GPTConfig
 
 FILE_BYTES = 4 * 10**9
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that weights may have."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ def refuse_changed_modules(config: Mapping[str, Any], state: Mapping[str, Tensor
 
 
 def from_hf(config: GPTConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A GPT's state dict from their tensors. Raises ValueError that lists missing, unexpected and misshapen tensors."""
+    """A GPT's state dict from their tensors. Raises ValueError that lists missing, unexpected and misshapen tensors,
+    those of no floating dtype, and a head that differs from the embedding it is tied to."""
     table = list(rows(config))
     bare = config.position == "learned" and "wte.weight" in theirs  # GPT-2 without its language-model head
     if bare:
@@ -159,20 +163,41 @@ def from_hf(config: GPTConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor
     }
     faults = [f"missing: {name}" for name in sorted(known - theirs.keys())]
     faults += [f"unexpected: {name}" for name in sorted(theirs.keys() - known - tied - masks)]
-    if faults:
+    if faults := faults or _misfits(config, table, theirs):
         raise ValueError("Hugging Face model:\n  " + "\n  ".join(faults))
     ours = {}
     for row in table:
         pieces = [theirs[name].t() if row.transposed else theirs[name] for name in row.theirs]
         ours[row.ours] = torch.cat(pieces) if row.sizes else pieces[0].contiguous()
-    with torch.device("meta"):
-        shapes = {name: value.shape for name, value in GPT(config).state_dict().items()}
-    for name, value in ours.items():
-        if value.shape != shapes[name]:
-            faults.append(f"shape: {name} is {tuple(value.shape)}, its config says {tuple(shapes[name])}")
-    if faults:
-        raise ValueError("Hugging Face model:\n  " + "\n  ".join(faults))
     return ours | ({"head.weight": ours["token.weight"]} if config.tied else {})
+
+
+def _misfits(config: GPTConfig, table: Sequence[NameRule], theirs: Mapping[str, Tensor]) -> list[str]:
+    """Shapes and dtypes of their tensors that a model of `config` cannot have, and a tied head of other values."""
+    with torch.device("meta"):
+        shapes = {name: tuple(value.shape) for name, value in GPT(config).state_dict().items()}
+    faults = []
+    for row in table:
+        first, *others = shapes[row.ours]
+        for name, size in zip(row.theirs, row.sizes or (first,), strict=True):
+            shape, dtype = tuple(theirs[name].shape), theirs[name].dtype
+            title = name if row.sizes else row.ours
+            if (found := shape[::-1] if row.transposed else shape) != (wanted := (size, *others)):
+                faults.append(f"shape: {title} is {found}, its config says {wanted}")
+            if dtype not in WEIGHTS:
+                faults.append(f"dtype: {name} is {dtype}; legal: {', '.join(map(str, WEIGHTS))}")
+    head, token = theirs.get("lm_head.weight"), theirs[table[0].theirs[0]]
+    if config.tied and head is not None and not _is_equal(head, token):
+        faults.append(
+            "tied: lm_head.weight is not the embedding, and its config ties them; legal: tie_word_embeddings=false in "
+            "config.json, or a model without lm_head.weight"
+        )
+    return faults
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same weights, in whatever dtypes."""
+    return one.shape == other.shape and one.dtype in WEIGHTS and bool((one == other).all())
 
 
 def config_to_hf(config: GPTConfig, dtype: str = "float32") -> dict[str, Any]:
@@ -219,7 +244,7 @@ def config_to_hf(config: GPTConfig, dtype: str = "float32") -> dict[str, Any]:
 def config_from_hf(theirs: Mapping[str, Any]) -> GPTConfig:
     """Our configuration from their config.json. Raises ValueError for settings that our model does not have."""
     kind = theirs.get("model_type")
-    _refuse(theirs, is_causal=(True, None))
+    _refuse(theirs, is_causal=(True, None), quantization_config=(None,))
     try:
         if kind == "gpt2":
             _refuse(theirs, activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,),
@@ -303,11 +328,13 @@ def read_hf(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         config = json.loads(path.read_text())
         if (folder / INDEX).exists():
-            files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+            files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()), key=str)
         else:
-            files = ["model.safetensors"]
+            files = [WHOLE]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{folder}: is no Hugging Face model: {error}") from error
+    if files != [WHOLE] and (folder / WHOLE).exists():
+        raise ValueError(f"{folder}: has {WHOLE} and {INDEX}, which are two models; legal: one of them")
     tensors: dict[str, Tensor] = {}
     for file in files:
         if not isinstance(file, str) or Path(file).name != file:
@@ -323,10 +350,10 @@ def read_hf(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def load_pretrained(folder: str | Path) -> GPT:
-    """A GPT with the weights of a Hugging Face folder, in their dtype."""
+    """A GPT with the weights of a Hugging Face folder, in their dtype; of several, in one that holds all."""
     theirs, tensors = read_hf(Path(folder))
     config = config_from_hf(theirs)
     state = from_hf(config, tensors)
     model = GPT(config)
-    model.to(next(iter(state.values())).dtype).load_state_dict(state)
+    model.to(reduce(torch.promote_types, (value.dtype for value in state.values()))).load_state_dict(state)
     return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,27 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], GPTConfig, str]] = {
     "another model": (lambda c: c.update(model_type="bert"), CONFIGS["gpt2"], "model_type='bert'"),
     "a width of heads": (lambda c: c.update(head_dim=64), CONFIGS["llama"], "head_dim=64"),
     "half of the biases": (lambda c: c.update(mlp_bias=True), CONFIGS["llama"], "mlp_bias=True"),
+    "a quantized model": (
+        lambda c: c.update(quantization_config={"quant_method": "gptq"}),
+        CONFIGS["llama"],
+        "quantization_config={'quant_method': 'gptq'}; legal: None",
+    ),
+    "a size in quotes": (
+        lambda c: c.update(hidden_size="32"),
+        CONFIGS["llama"],
+        "width='32'; legal is a whole",
+    ),
+    "a size with a point": (lambda c: c.update(n_layer=2.0), CONFIGS["gpt2"], "layers=2.0; legal is a whole"),
+    "a number in quotes": (
+        lambda c: c.update(rms_norm_eps="1e-6"),
+        CONFIGS["llama"],
+        "eps='1e-6'; legal is a",
+    ),
+    "a word for a truth": (
+        lambda c: c.update(tie_word_embeddings="no"),
+        CONFIGS["llama"],
+        "tied='no'; legal are",
+    ),
     "nothing": (lambda c: c.pop("vocab_size"), CONFIGS["llama"], "vocab_size is missing"),
 }
 
@@ -234,6 +256,70 @@ def test_wrong_tensors_are_listed(tmp_path: Path) -> None:
     theirs["model.norm.weight"] = theirs.pop("extra")[:-1]
     with pytest.raises(ValueError, match=r"shape: norm.weight is \(31,\), its config says \(32,\)"):
         from_hf(config, theirs)
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "turned": (lambda t: t.update({UP: t[UP].t()}), f"shape: {UP} is (32, "),
+    "rows of the next": (
+        lambda t: t.update({UP: t[UP][1:], UP.replace("up", "gate"): torch.cat([t[UP], t[UP][:1]])}),
+        f"shape: {UP} is (127, 32), its config says (128, 32)",
+    ),
+    "too many dimensions": (lambda t: t.update({QUERY: t[QUERY][None]}), f"shape: {QUERY} is (1, 32, 32)"),
+    "whole numbers": (
+        lambda t: t.update({UP: t[UP].long()}),
+        f"dtype: {UP} is torch.int64; legal: torch.float64",
+    ),
+    "8 bits": (
+        lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}),
+        f"dtype: {UP} is torch.float8_e4m3fn",
+    ),
+    "another head": (
+        lambda t: t.update({"lm_head.weight": -t["model.embed_tokens.weight"]}),
+        "tied: lm_head.weight is not the embedding, and its config ties them; legal: tie_word_embeddings=false",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_tensors_that_would_be_joined_cast_or_dropped_are_refused_by_name(name: str) -> None:
+    """Rows that are missing in one and too many in the next once made a model, and another head was dropped."""
+    config, (change, says) = CONFIGS["llama grouped, tied"], MISFITS[name]
+    theirs = to_hf(config, model_of(config).state_dict())
+    change(theirs)
+    with pytest.raises(ValueError) as caught:
+        from_hf(config, theirs)
+    assert says in str(caught.value)
+    if name == "another head":  # the legal choices hold
+        assert set(from_hf(replace(config, tied=False), theirs)) >= {"head.weight", "token.weight"}
+        theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"]
+        assert from_hf(config, theirs)
+
+
+def test_weights_of_several_dtypes_keep_their_digits(tmp_path: Path) -> None:
+    """The dtype of the first tensor once rounded all others."""
+    config = CONFIGS["llama"]
+    theirs = to_hf(config, model_of(config).state_dict())
+    theirs["model.embed_tokens.weight"] = theirs["model.embed_tokens.weight"].bfloat16()
+    write_hf(tmp_path / "hf", config_to_hf(config), theirs)
+    found = load_pretrained(tmp_path / "hf").state_dict()
+    assert all(torch.equal(found[name], value.float()) for name, value in from_hf(config, theirs).items())
+
+
+def test_a_folder_with_two_models_or_a_number_for_a_file_is_refused(tmp_path: Path) -> None:
+    config = CONFIGS["llama"]
+    write_hf(tmp_path / "hf", config_to_hf(config), to_hf(config, model_of(config).state_dict()))
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    for value, says in (
+        ("model-1.safetensors", "which are two models; legal: one of them"),
+        (3, "the file 3;"),
+    ):
+        index.write_text(json.dumps({"weight_map": {UP: value, QUERY: "model-2.safetensors"}}))
+        if value == 3:
+            (tmp_path / "hf" / "model.safetensors").unlink()
+        with pytest.raises(ValueError, match=says):
+            load_pretrained(tmp_path / "hf")
 
 
 def test_an_export_goes_where_an_earlier_one_was_killed_and_a_place_that_cannot_be_is_told_in_words(
