@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colossal_lite.checkpoint.files import listed, next_serial, sync_directory, write_file
+from colossal_lite.checkpoint.files import STEP, listed, next_serial, sync_directory, write_file
 from colossal_lite.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
@@ -105,6 +105,9 @@ class SaveJob:
         """Rank 0: own the folder, remove leftovers of this run and of dead owners, make an empty hidden directory."""
         name = f"{_HIDDEN}step-{self.facts.step:08}-{self._mark()}"
         try:
+            if (self.directory / MANIFEST).exists() or STEP.fullmatch(self.directory.name):
+                fault = f"{self.directory} is itself a checkpoint, or named as one; legal: {self.directory.parent}"
+                return {"name": name, "faults": [f"{fault}, or another folder"]}
             if refused := self.claims.claim(self.directory):
                 return {"name": name, "faults": [refused]}
             for run in self.claims.leftovers(self.directory):

@@ -219,3 +219,23 @@ def test_a_folder_that_cannot_be_made_is_refused_with_what_is_there(kind: str, t
     name, words = PLACES[kind]
     ((save, resume),) = run_world(placed, 1, str(tmp_path / name))
     assert words in save and words in resume and "resume:" in resume
+
+
+def saved_within(env: RankEnv, folder: str, renamed: bool) -> tuple[str, str]:
+    """What a save into a checkpoint says, and what one to the folder that it names does."""
+    with env.launch(CONFIG) as context:
+        engine = cl.initialize(torch.nn.Linear(2, 2), context=context)
+        place = engine.save(folder).wait()
+        if renamed:
+            place = place.rename(place.with_name("best"))
+        with pytest.raises(CheckpointError) as caught:
+            engine.save(place)
+        assert f"legal: {folder}, or" in str(caught.value)
+        return str(caught.value), engine.save(folder).wait().name
+
+
+@pytest.mark.parametrize(("renamed", "name"), [(False, "step-00000000-2"), (True, "step-00000000")])
+def test_a_save_into_a_checkpoint_itself_is_refused(renamed: bool, name: str, tmp_path: Path) -> None:
+    """It was once written there, and a resume of either folder went on from the one before."""
+    ((told, then),) = run_world(saved_within, 1, str(tmp_path), renamed)
+    assert "is itself a checkpoint, or named as one" in told and then == name
