@@ -150,8 +150,8 @@ def refuse_changed_modules(config: Mapping[str, Any], state: Mapping[str, Tensor
 
 
 def from_hf(config: GPTConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A GPT's state dict from their tensors. Raises ValueError that lists missing, unexpected and misshapen tensors,
-    those of no floating dtype, and a head that differs from the embedding it is tied to."""
+    """A GPT's state dict from their tensors. Raises ValueError that lists missing, unexpected and misshapen tensors.
+    So it does for whole numbers, and for a head that differs from the embedding it is tied to."""
     table = list(rows(config))
     bare = config.position == "learned" and "wte.weight" in theirs  # GPT-2 without its language-model head
     if bare:
@@ -189,7 +189,7 @@ def _misfits(config: GPTConfig, table: Sequence[NameRule], theirs: Mapping[str, 
     head, token = theirs.get("lm_head.weight"), theirs[table[0].theirs[0]]
     if config.tied and head is not None and not _is_equal(head, token):
         faults.append(
-            "tied: lm_head.weight is not the embedding, and its config ties them; legal: tie_word_embeddings=false in "
+            "tied: lm_head.weight is not the embedding, and its config ties them. Legal: tie_word_embeddings=false in "
             "config.json, or a model without lm_head.weight"
         )
     return faults

@@ -277,7 +277,7 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "another head": (
         lambda t: t.update({"lm_head.weight": -t["model.embed_tokens.weight"]}),
-        "tied: lm_head.weight is not the embedding, and its config ties them; legal: tie_word_embeddings=false",
+        "tied: lm_head.weight is not the embedding, and its config ties them. Legal: tie_word_embeddings=false",
     ),
 }
 
