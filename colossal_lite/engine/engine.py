@@ -437,6 +437,8 @@ class Engine:
         nothing has changed. After an error halfway the weights are part old, part new. No step begins until another
         load has succeeded.
         """
+        if self.config.zero.stage == 3:  # its weights are gathered no more
+            self._refuse_closed("load")
         loaded = self._state.load(Path(directory).absolute())
         assert loaded is not None, "a load without a checkpoint raises"
         self._comparison.restart()
@@ -445,6 +447,8 @@ class Engine:
     @outside_inference()
     def resume(self, directory: str | Path) -> Loaded | None:
         """`load`, or None if `directory` holds no checkpoint yet."""
+        if self.config.zero.stage == 3:  # its weights are gathered no more
+            self._refuse_closed("resume")
         loaded = self._state.load(Path(directory).absolute(), missing_ok=True)
         if loaded is not None:
             self._comparison.restart()

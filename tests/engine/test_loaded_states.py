@@ -197,3 +197,25 @@ def test_a_save_between_backward_and_step_resumes_exactly_or_is_refused(
     ((told, apart),) = run_world(saved_between, 1, str(tmp_path), own_loop, counts)
     assert apart == 0.0
     assert ("save: a forward of this step has changed the buffer 1.count" in told) == counts
+
+
+# ---- after the end ----
+
+
+def loads_closed(env: RankEnv, folder: str) -> list[str]:
+    """What load and resume of a closed engine say at stage 3."""
+    with env.launch(SGD | dict(zero=dict(stage=3))) as context:
+        engine = cl.initialize(model(), context=context, criterion=nn.MSELoss())
+        engine.train_step(batch(env.rank))
+        engine.save(folder)
+        engine.close()
+        told = [told_of(lambda: engine.load(folder)), told_of(lambda: engine.resume(folder))]
+        again = cl.initialize(model(), context=context, criterion=nn.MSELoss())
+        assert again.load(folder).step == 1
+    return told
+
+
+def test_loads_into_a_closed_engine_of_shards_are_refused(tmp_path: Path) -> None:
+    """The first left NaN in the weights of the model, and the second ended in an AssertionError."""
+    for load, resume in run_world(loads_closed, 2, str(tmp_path)):
+        assert "load: this engine is closed" in load and "resume: this engine is closed" in resume
