@@ -294,12 +294,14 @@ class _Beside:
         """The results of each module, the loss, and the full gradients of one step."""
         seen: dict[str, list[_Part]] = {}
         streams = self.engine._streams
+        cut = self.context.local_batch(self.case.samples)
+        counted = self.engine._parallelized.has_dropout  # else the engine counts samples of each rank from 0
+        first = 0 if counted else cut.start
 
         def see(name: str, out: Tensor) -> None:
             place = streams.place()
-            seen.setdefault(name, []).append(_Part(out, place.sample, place.position))
+            seen.setdefault(name, []).append(_Part(out, place.sample + first, place.position))
 
-        cut = self.context.local_batch(self.case.samples)
         ids, labels = self.case.batch(number)
         with _watched(self.engine.model, see):
             loss = float(self.engine.forward_backward((ids[cut], labels[cut])))
