@@ -27,6 +27,8 @@ from colossal_lite.launcher.env import LaunchError
 if TYPE_CHECKING:
     from colossal_lite.engine.proof import Build, Fault, Proof, ProofCase
 
+MOST_SECONDS = 2.592e6
+"""As `timeout_s` of a configuration."""
 PRELOADED = ["torch", "torch.distributed", "colossal_lite.launcher.start", "colossal_lite.engine.proof"]
 
 
@@ -99,6 +101,12 @@ def prove(asked: ProveCommand) -> Verdict:
     """Run a proof. Raises ValueError for a request that is not possible, LaunchError for ranks that do not answer."""
     from colossal_lite.engine import proof
 
+    if asked.steps < 1:  # which would compare no gradient
+        raise ValueError(f"--steps {asked.steps}: is out of range; legal: an int >= 1")
+    if not 0 < asked.timeout_s <= MOST_SECONDS:
+        raise ValueError(
+            f"--timeout-s {asked.timeout_s:g}: is out of range; legal: a float > 0 and <= {MOST_SECONDS:g}"
+        )
     begun_s = time.monotonic()
     config = Config.load(asked.path, asked.overrides).check_world(asked.world)
     config.check_built()

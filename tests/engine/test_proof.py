@@ -294,6 +294,16 @@ def test_the_command_says_equal_or_refused(tmp_path: Path, capsys: pytest.Captur
     assert "has no function 'nothing'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option", ["--steps 0", "--steps -1", "--timeout-s 0", "--timeout-s nan", "--timeout-s inf"]
+)
+def test_a_proof_of_no_step_or_no_time_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before, no step was said to be equal, and a time that is no number to be no integer."""
+    assert main(["prove", "config.json", "--model", "gpt2-124M", "--world", "1", *option.split()]) == 2
+    said = capsys.readouterr().err
+    assert option in said and "is out of range; legal: a" in said
+
+
 def test_a_model_of_pictures_is_refused_with_what_proves_it() -> None:
     """Before, the refusal named no choice."""
     config = Config.load({}).check_world(1)
