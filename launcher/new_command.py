@@ -47,6 +47,7 @@ class NewCommand:
     """Train this Hugging Face model: a folder with config.json, and perhaps weights and a tokenizer."""
 
     def run(self) -> int:
+        _check_name(self.directory)
         words = GPT if self.hf is None else _hugging_face(self.hf)
         made = rendered(self.directory.absolute().name, words)
         try:
@@ -68,6 +69,14 @@ class NewCommand:
         return 0
 
 
+def _check_name(path: Path) -> None:
+    """Raises ValueError for a name that the files of a project cannot hold."""
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"path = {str(path)!a}: is no UTF-8; legal: a name in UTF-8") from error
+
+
 def rendered(name: str, words: Mapping[str, str]) -> dict[str, str]:
     """The text of each file of a project of this name."""
     job = re.sub(r"[^a-z0-9]+", "-", name.lower()).lstrip("-0123456789")[:40].rstrip("-") or "training"
@@ -84,6 +93,7 @@ def _filled(file: str, values: Mapping[str, str]) -> str:
 def _hugging_face(given: Path) -> dict[str, str]:
     """Values of the templates for the model of a folder. Raises ValueError for a model that cannot be trained here."""
     folder = (given.parent if given.name == "config.json" else given).absolute()
+    _check_name(folder)
     config = _text_model(folder)
     has_weights, has_tokenizer = (
         any(folder.glob("*.safetensors")),
@@ -103,7 +113,7 @@ def _hugging_face(given: Path) -> dict[str, str]:
         "build": f"AutoModelForCausalLM.{loaded}",
         "model_type": "str",
         "model": repr(str(folder)),
-        "planned": str(folder),
+        "planned": quote(str(folder)),
         "stage": "3",
     } | (LOADED if has_weights else {}) | ({"tokens": read} if has_tokenizer else {})  # fmt: skip
 

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -64,14 +65,14 @@ def test_a_new_project_runs_on_one_rank_and_on_two_with_the_same_losses(tmp_path
 def test_a_new_project_of_a_hugging_face_folder_trains_its_weights_and_the_result_goes_back(
     tmp_path: Path,
 ) -> None:
-    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path / "model")
-    made = new(tmp_path / "tuned", "--hf", str(tmp_path / "model" / "config.json"))
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path / "one's model")
+    made = new(tmp_path / "tuned", "--hf", str(tmp_path / "one's model" / "config.json"))
     trained(sys.executable, "train.py", cwd=made)
     assert len(losses(made)) == 2
     assert command.main(["ckpt", "to-hf", str(made / "runs/first/checkpoints"), str(tmp_path / "back")]) == 0
     assert json.loads((tmp_path / "back/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     (line,) = re.findall(r"^colossal-lite (plan .*)$", (made / "README.md").read_text(), re.MULTILINE)
-    trained(sys.executable, "-m", "colossal_lite", *line.split(), cwd=made)
+    trained(sys.executable, "-m", "colossal_lite", *shlex.split(line), cwd=made)  # a shell reads it so
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
@@ -163,7 +164,9 @@ def test_what_cannot_be_begun_is_refused_and_nothing_is_written(
         if config is not None:
             (tmp_path / name / "config.json").write_text(config)
         assert says in refused(capsys, str(tmp_path / "new"), "--hf", str(tmp_path / name))
-    assert not (tmp_path / "new").exists() and sorted(os.listdir(tmp_path / "full")) == ["notes.txt"]
+    assert "is no UTF-8" in refused(capsys, os.fsdecode(bytes(tmp_path) + b"/new\xff"))
+    assert sorted(os.listdir(tmp_path / "full")) == ["notes.txt"]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("new")]
 
 
 def test_the_next_command_is_quoted_where_the_folder_has_a_blank(
