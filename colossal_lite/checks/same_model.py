@@ -8,6 +8,7 @@ user has written are not compared: ranks may have reasons for other ones.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import fields, is_dataclass
 
 import torch
 from torch import nn
@@ -47,12 +48,17 @@ def check_same_model(module: nn.Module, world: Communicator, *, values: bool) ->
 
 
 def _check_layers(module: nn.Module, world: Communicator) -> None:
-    """Raises RanksDifferError for tensors of other shapes than on rank 0, and layers of torch with other settings."""
+    """Raises RanksDifferError for tensors of other shapes than on rank 0, and layers of torch with other settings.
+
+    So for a model of ours with another config."""
     layers = {
         name or "it": f"{type(layer).__name__}({layer.extra_repr()})"
         for name, layer in module.named_modules()
         if type(layer).__module__.startswith("torch.nn.")
     }
+    config = getattr(module, "config", None)
+    if type(module).__module__.startswith("colossal_lite.") and is_dataclass(config):
+        layers |= {f"config.{each.name}": repr(getattr(config, each.name)) for each in fields(config)}
     mine = layers | {name: f"{[*value.shape]} {value.dtype}" for name, value in module.state_dict().items()}
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=16).hexdigest()
     with world.ledger.paused():

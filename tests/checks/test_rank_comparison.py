@@ -335,3 +335,16 @@ def test_inputs_of_another_dtype_than_the_weights_are_named_unless_the_model_cas
             assert note.endswith("or precision='fp32'")
         cast = pictures[0].to(getattr(torch, legal.removeprefix("torch.")))
         assert float(other.train_step((cast, pictures[1])).loss) == loss
+
+
+def other_config(env: RankEnv, field: str, value: Any) -> str:
+    shape = cl.models.GPTConfig(**GPT, **({field: value} if env.rank else {}))
+    with env.launch(SGD) as context:
+        return told_of(lambda: cl.initialize(lambda: cl.models.GPT(shape), context=context))
+
+
+@pytest.mark.parametrize(("field", "value"), [("dropout", 0.2), ("eps", 1e-3), ("causal", False)])
+def test_another_config_of_a_model_of_ours_is_refused(field: str, value: Any) -> None:
+    """Before, ranks trained with another dropout in silence: layers of ours were not compared."""
+    for told in run_world(other_config, 2, field, value):
+        assert f"config.{field} is {value!r} on rank 1" in told and "legal: the same model" in told
