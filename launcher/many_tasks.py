@@ -36,7 +36,8 @@ def train_many(
 
     A task that raises is marked as failed with its cause, and the others go on.  A worker that dies is started again.
     Raises ValueError, before anything is allocated, with everything that is wrong.  Raises WorkersLostError if a
-    supervisor dies, and Stopped, with all saved, after a stop signal.
+    supervisor dies, and Stopped, with all saved, after a stop signal.  Raises OnReportError, with all saved, if
+    `on_report` raises or returns something else.
     """
     from colossal_lite.many.task import check_kinds
     from colossal_lite.many.trainer import train

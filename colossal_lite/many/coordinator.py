@@ -3,7 +3,8 @@
 Note: what is written when.
 A decision is in the journal, on disk, before it is sent.  A task's numbers do not depend on the journal: they come from
 its checkpoint alone.  So after a kill the journal says which tasks have failed or were stopped, and which rungs are
-decided.  The steps that each task has made are those of its newest checkpoint.
+decided.  The steps that each task has made are those of its newest checkpoint.  A task that was stopped, and killed
+before it was saved, trains to its last step again.
 
 Note: gangs.
 A task of several devices trains on a block of them (many/jobs.py).  A policy that chooses it claims the block: no
@@ -63,6 +64,8 @@ class TaskState:
     step: int = 0
     status: Status = "open"
     cause: str = ""
+    ends_at: int | None = None
+    """The step at which it was stopped, if a kill came before its checkpoint."""
     loss: float | None = None
     held_out: float | None = None
     step_s: float | None = None
@@ -148,6 +151,10 @@ class Coordinator:
     """Settings of all tasks."""
     quantum: Quantum = "step"
     spans: list[Span] = field(default_factory=list)
+    fault: str = ""
+    """How `on_report` has failed: the run ends."""
+    fault_from: BaseException | None = None
+    """The error that it has raised."""
 
     def __post_init__(self) -> None:
         self.states = {
@@ -175,17 +182,22 @@ class Coordinator:
 
     def _recall(self) -> None:
         """What an earlier run of these tasks has left. Tasks that failed are tried again."""
+        ends = dict[str, int]()
         for row in journal_rows(self.directory):
             if row["decision"] == "rung":
                 self._decided.add(row["rung"])
                 for name in set(row["metrics"]) - set(row["kept"]):
                     cause = _fell(row["rung"], row["metrics"], row["kept"])
                     self.states[name].status, self.states[name].cause = "stopped", cause
+                    ends[name] = row["rung"]
             elif row["decision"] in ("stopped", "done"):
                 state = self.states[row["task"]]
                 state.status, state.cause, state.held_out = row["decision"], row["cause"], row["held_out"]
+                ends[state.task.name] = row["step"]
         for name, state in self.states.items():
             state.step = saved_step(self.directory, name)
+            if state.status == "stopped" and state.step < ends[name]:
+                state.status, state.ends_at = "open", ends[name]
             rows = losses_of(self.directory, name)
             state.loss = rows[min(state.step, len(rows)) - 1] if rows and state.step else None
 
@@ -322,7 +334,8 @@ class Coordinator:
         return spread_s([(job.alone_s, job.devices) for job in jobs], self.devices)
 
     def _evaluates(self, state: TaskState, to: int) -> bool:
-        held_out = self.stop is not None and self.stop.metric == "held_out" and to == self._rung_after(state)
+        rung = self._rung_after(state) if state.ends_at is None else state.ends_at
+        held_out = self.stop is not None and self.stop.metric == "held_out" and to == rung
         return state.task.evaluate is not None and (to == state.task.steps or held_out)
 
     def _most_abreast(self, state: TaskState) -> int:
@@ -356,11 +369,11 @@ class Coordinator:
 
     def _rung_after(self, state: TaskState) -> int | None:
         """The first rung that holds this task up."""
-        rungs = self.stop.rungs if self.stop else ()
+        rungs = self.stop.rungs if self.stop and state.ends_at is None else ()
         return next((r for r in rungs if r not in self._decided and state.step <= r < state.task.steps), None)
 
     def _next_goal(self, state: TaskState) -> int:
-        rung = self._rung_after(state)
+        rung = self._rung_after(state) if state.ends_at is None else state.ends_at
         return state.task.steps if rung is None else rung
 
     def _moment(self, device: int, ready: Sequence[TaskState]) -> Moment:
@@ -494,13 +507,24 @@ class Coordinator:
         state.held_out = state.held_out if answer["held_out"] is None else answer["held_out"]
         if answer["done"]:
             self._leave(state, "done", "")
-        if self.on_report is not None:
-            metrics = {"loss": state.loss, "held_out": state.held_out}
-            word = self.on_report(state.task.name, state.step, metrics)
-            if word not in (None, "go", "stop"):
-                raise ValueError(f"on_report returned {word!r}; legal: 'go', 'stop' or None")
-            if word == "stop" and state.status == "open":
-                self._leave(state, "stopped", f"on_report said stop at step {state.step}")
+        if state.ends_at == state.step:
+            self._leave(state, "stopped", state.cause)
+        elif self.on_report is not None and not self.fault:
+            self._report(self.on_report, state)
+
+    def _report(self, on_report: OnReport, state: TaskState) -> None:
+        """Call the user's function. If it fails, the run ends."""
+        metrics = {"loss": state.loss, "held_out": state.held_out}
+        where = f"on_report of task {state.task.name!r} at step {state.step}"
+        try:
+            word = on_report(state.task.name, state.step, metrics)
+        except (Exception, SystemExit) as error:
+            self.fault, self.fault_from = f"{where} raised {type(error).__name__}: {error}", error
+            return
+        if word not in (None, "go", "stop"):
+            self.fault = f"{where} returned {word!r}; legal: 'go', 'stop' or None"
+        elif word == "stop" and state.status == "open":
+            self._leave(state, "stopped", f"on_report said stop at step {state.step}")
 
     def _leave(self, state: TaskState, status: Status, cause: str) -> None:
         """A task is over. What is open of it is saved."""

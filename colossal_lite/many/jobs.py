@@ -92,5 +92,7 @@ def spread_s(lefts: Iterable[tuple[float, int]], devices: int) -> float:
 
 def gang_fault(size: int, devices: int) -> str:
     """Why so many devices are no gang in this world; "" if they are one."""
-    legal = [str(n) for n in range(1, devices + 1) if devices % n == 0]
-    return "" if str(size) in legal else f"devices={size} in a world of {devices}; legal: {', '.join(legal)}"
+    legal = [n for n in range(1, devices + 1) if devices % n == 0]
+    if type(size) is int and size in legal:
+        return ""
+    return f"devices={size!r} in a world of {devices}; legal: {', '.join(map(str, legal))}"

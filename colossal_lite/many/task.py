@@ -47,6 +47,10 @@ class Task:
     criterion: Any = field(default=None, kw_only=True)
     devices: int = field(default=1, kw_only=True)
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch", "devices"):
+            object.__setattr__(self, name, _whole(getattr(self, name)))
+
     def settings(self, shared: Mapping[str, Any]) -> dict[str, Any]:
         """The shared settings with those of this task over them."""
         return lay_over(shared, self.config)
@@ -64,10 +68,19 @@ class Halving:
     rungs: Sequence[int] = ()
     keep: float = 1 / 3
 
+    def __post_init__(self) -> None:
+        if isinstance(self.rungs, list | tuple):
+            object.__setattr__(self, "rungs", tuple(map(_whole, self.rungs)))
+
     def kept(self, metrics: Mapping[str, float]) -> Sequence[str]:
         """The tasks that go on, the best first. Of equals the first named; a loss that is no number is the worst."""
         ranked = sorted(metrics, key=lambda task: (math.isnan(metrics[task]), metrics[task]))
         return ranked[: math.ceil(self.keep * len(ranked) - 1e-9)]
+
+
+def _whole(value: Any) -> Any:
+    """A whole number of any type, such as numpy's, as an int; anything else as it is."""
+    return int(value) if type(value) is not bool and isinstance(value, Integral) else value
 
 
 def lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +132,7 @@ def _of_all(
         yield "tasks: there is none; legal: one or more cl.Task"
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"tasks: {name!r} names {names.count(name)} tasks; legal: a name of its own for each"
-    if policy not in POLICIES:
+    if policy not in tuple(POLICIES):
         yield f"policy={policy!r}: no such policy; legal: {', '.join(POLICIES)}"
     if quantum not in QUANTA:
         yield f"quantum={quantum!r}: legal: {', '.join(map(repr, QUANTA))}"

@@ -33,6 +33,10 @@ from colossal_lite.memory.frozen_records import FrozenHandle, FrozenRecords
 SWEEP = "sweep.json"
 
 
+class OnReportError(RuntimeError):
+    """The user's `on_report` has raised, or has returned something else than 'go', 'stop' or None."""
+
+
 def train(
     tasks: Sequence[Task], context: Context, *, launch: Launch, serve: Callable[[], tuple[object, int]],
     prepare: Callable[[], object], config: Mapping[str, Any], directory: str | Path, policy: PolicyName = "link",
@@ -55,6 +59,7 @@ def train(
         tuple(tasks), config, directory, save_every, launch, log, prepare, _shared(frozen, context), context.rank
     )  # fmt: skip
     own = OwnDevice(order)
+    fault_from = None
     try:
         if context.is_main:
             others: list[Device] = [OtherDevice(context, rank) for rank in range(1, context.world_size)]
@@ -62,11 +67,12 @@ def train(
             leader = Leader(context, own, others, directory, port, config)
             leader.run(tasks, policy, stop, on_report, quantum)
             del server
+            fault_from = leader.fault_from
         else:
             relay(own, context)
     finally:
         own.close()
-    return _ended(context, directory)
+    return _ended(context, directory, fault_from)
 
 
 def _shared(frozen: FrozenRecords, context: Context) -> FrozenHandle | None:
@@ -140,6 +146,8 @@ class Leader:
         self._config = config
         self._devices: list[Device] = [own, *others]
         self._watch = Watch(context)
+        self.fault_from: BaseException | None = None
+        """What `on_report` has raised."""
 
     def run(
         self, tasks: Sequence[Task], policy: PolicyName, stop: Halving | None, on_report: OnReport | None,
@@ -153,7 +161,7 @@ class Leader:
         try:
             with table.shown():
                 while not coordinator.is_over:
-                    if not self._context.stop_requested:
+                    if not self._context.stop_requested and not coordinator.fault:
                         coordinator.assign()
                     elif not any(coordinator.pending):
                         break
@@ -167,7 +175,9 @@ class Leader:
         rows, spans = coordinator.rows(), coordinator.spans
         write_result(self._directory, rows, spans, coordinator.jobs(), len(self._devices))
         is_open = any(row["status"] == "open" for row in rows)
-        self._context.store.set("over", self._context.stop_signal if is_open else "")
+        over = [self._context.stop_signal if is_open else "", coordinator.fault]
+        self._context.store.set("over", json.dumps(over))
+        self.fault_from = coordinator.fault_from
 
     def _hear(self, coordinator: Coordinator) -> None:
         """Take what workers have said, or wait a little."""
@@ -196,9 +206,13 @@ class Leader:
                 poll(self._devices, self._own)
 
 
-def _ended(context: Context, directory: Path) -> ManyResult:
-    """The result, on every rank. Raises Stopped if a signal has ended the run early."""
-    signal = context.store.get("over").decode()
+def _ended(context: Context, directory: Path, fault_from: BaseException | None) -> ManyResult:
+    """The result, on every rank. Raises Stopped if a signal has ended the run early, and OnReportError if `on_report`
+    has. `fault_from`: what it raised, on its rank."""
+    signal, fault = json.loads(context.store.get("over"))
+    if fault:
+        text = f"{fault}. Every open task is saved in {directory}; resume=True goes on"
+        raise OnReportError(text) from fault_from
     if signal:
         text = f"stopped by {signal}: every open task is saved in {directory}; resume=True goes on"
         if context.is_main:

@@ -130,7 +130,7 @@ class OpenTask:
         self, order: Order, task: Task, config: Config, data: Any, place: Mapping[str, Any], store: HostStore
     ) -> None:
         """`place`: rank and world of this worker, and where its gang meets."""
-        self.task, self._is_begun = task, False
+        self.task = task
         self.context = order.launch(config, **place)
         try:
             copied: dict[int, Any] = {}  # tasks may have one object, and a criterion its model
@@ -186,10 +186,8 @@ class OpenTask:
         return loss
 
     def _stepped(self, batch: Any) -> StepResult:
-        """One step. Raises ValueError for the first one here if it draws: other tasks draw between its steps."""
-        if self._is_begun:
-            return self.run.step(batch)
-        self._is_begun, device = True, self.context.device
+        """One step. Raises ValueError for one that draws: other tasks draw between its steps."""
+        device = self.context.device
         devices = [device] if device.type == "cuda" else []
         before = states(devices)
         result = self.run.step(batch)

@@ -175,6 +175,26 @@ def noisy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return Counting()(logits + torch.randn_like(logits), labels)
 
 
+class Late(torch.nn.Module):
+    """A loss that draws from its fourth call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting = Counting()
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = self.counting(logits, labels)
+        return loss if self.counting.calls < 4 else loss * torch.rand(())
+
+
+def reports_badly(name: str, step: int, metrics: Any) -> Any:
+    raise KeyError("my table")
+
+
+def reports_a_word(name: str, step: int, metrics: Any) -> Any:
+    return "halt"
+
+
 def task(name: str, lr: float = 1e-2, steps: int = 12, **more: Any) -> cl.Task:
     given: dict[str, Any] = dict(build=gpt, data=TRAIN, evaluate=VALID, config={}) | more
     build, config = given.pop("build"), dict(optimizer=dict(lr=lr)) | given.pop("config")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import defaultdict
 from pathlib import Path
@@ -378,3 +379,23 @@ def test_a_task_whose_process_dies_as_it_goes_on_fails_too(tmp_path: Path) -> No
         asks.hear(0, {"said": "dropped", "task": "a"})
     assert asks.states["a"].status == "failed" and "died 3 times" in asks.states["a"].cause
     asks.close()
+
+
+def test_a_stopped_task_that_a_kill_left_without_its_last_step_trains_to_it_again(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        dict(decision="rung", rung=6, metrics=dict(a=2.0, b=1.0), kept=["b"]),
+        dict(
+            decision="stopped", task="a", step=6, cause="not among the best 1 of 2 at step 6", held_out=None
+        ),
+    ]
+    for told in (rows[:1], rows):
+        (tmp_path / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+        asks, sent = of_one(tmp_path, 100, stop=cl.Halving(rungs=(3, 6, 9), keep=0.5))
+        asks.hear(0, ran(0, 1))
+        asks.assign()
+        assert sent[1]["to"] == 6, "no rung holds it up"
+        asks.hear(0, ran(1, 6))
+        assert asks.rows()[0] == dict(
+            name="a", status="stopped", cause="not among the best 1 of 2 at step 6", held_out=None, step=6
+        )
+        asks.close()

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy
 import psutil
 import pytest
 import torch
@@ -33,7 +34,7 @@ from colossal_lite.many.policies import POLICIES, Candidate, Choose
 from colossal_lite.many.results import ManyResult, TaskResult, losses_of
 from colossal_lite.many.task import check, fingerprint
 from colossal_lite.many.task_plan import data_of
-from colossal_lite.many.trainer import train
+from colossal_lite.many.trainer import OnReportError, train
 from colossal_lite.many.worker import Order, Worker, saved_step
 from colossal_lite.planner.host_room import state_bytes
 from tests.many import tasks as own
@@ -522,13 +523,56 @@ def test_tasks_share_neither_the_draws_of_their_data_nor_the_state_of_their_crit
     tasks = [
         task("one", criterion=counting), task("other", criterion=counting),
         task("drawn", data=own.drawn), task("again", data=own.drawn, evaluate=own.drawn),
-        task("noisy", criterion=own.noisy),
+        task("noisy", criterion=own.noisy), task("late", criterion=own.Late()),
     ]  # fmt: skip
     found: Found = run_world(together, 1, tasks, tmp_path, {})[0]
     assert found["one"]["losses"] == found["other"]["losses"]
     assert found["drawn"]["losses"] == found["again"]["losses"]
-    assert found["noisy"]["status"] == "failed"
-    assert "criterion: a step draws from torch's own generator" in found["noisy"]["cause"]
+    for name in ("noisy", "late"):
+        assert found[name]["status"] == "failed"
+        assert "criterion: a step draws from torch's own generator" in found[name]["cause"]
+
+
+def reports(env: RankEnv, folder: Path) -> list[str]:
+    told = []
+    for how in (
+        dict(on_report=own.reports_badly), dict(on_report=own.reports_a_word, resume=True),
+    ):  # fmt: skip
+        try:
+            together(env, PLAIN[:2], folder, how)
+        except OnReportError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_function_of_reports_that_raises_ends_the_run_by_name_and_all_is_saved(
+    expected: Found, tmp_path: Path
+) -> None:
+    told = run_world(reports, 2, tmp_path)
+    assert told[0] == told[1]
+    for text, words in zip(
+        told[0],
+        ("raised KeyError: 'my table'. ", "returned 'halt'; legal: 'go', 'stop' or None. "),
+        strict=True,
+    ):
+        assert text.startswith("on_report of task '") and words in text
+        assert f"Every open task is saved in {tmp_path}; resume=True goes on" in text
+    assert any(saved_step(tmp_path, name) for name in "ab")
+    found = run_world(together, 1, PLAIN[:2], tmp_path, dict(resume=True))[0]
+    assert_as_alone(found, {name: expected[name] for name in "ab"}, tmp_path)
+
+
+def test_whole_numbers_of_numpy_are_numbers_and_texts_are_none(tmp_path: Path) -> None:
+    one = numpy.int64(1)
+    tasks = [task("a", steps=3 * one, devices=one), task("b", 1e-3, steps=3)]
+    stop = cl.Halving(rungs=[2 * one], keep=0.5)
+    found = run_world(together, 1, tasks, tmp_path, dict(stop=stop))[0]
+    assert sorted(its["status"] for its in found.values()) == ["done", "stopped"]
+    policy: Any = ["link"]
+    with pytest.raises(ValueError) as told:
+        check([task("a", devices="1")], CONFIG, policy, None, None, 2)
+    assert "devices='1' in a world of 2; legal: 1, 2" in str(told.value)
+    assert "policy=['link']: no such policy" in str(told.value)
 
 
 def test_a_class_of_data_is_a_function_that_returns_it() -> None:
