@@ -109,7 +109,7 @@ def _unknown(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> It
 def _grid(grid: Any, name: str, problems: list[str]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """For each point: the name of its task, its settings, and the arguments of its build."""
     if not isinstance(grid, Mapping) or not all(
-        isinstance(values, list) and values for values in grid.values()
+        isinstance(path, str) and isinstance(values, list) and values for path, values in grid.items()
     ):
         problems.append('grid: legal: setting = [value, ...], such as "optimizer.lr" = [1e-4, 3e-4]')
         return
@@ -136,8 +136,13 @@ def _grid(grid: Any, name: str, problems: list[str]) -> Iterator[tuple[str, dict
 
 
 def _word(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value, default=_named).strip('"')
     return "".join(c if c.isalnum() or c in "._+-" else "_" for c in text)
+
+
+def _named(value: Any) -> str:
+    """A value that JSON does not have, such as a date, or a class of a .py file."""
+    return str(getattr(value, "__qualname__", value))
 
 
 def _task(

@@ -9,13 +9,15 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Integral, Number, Real
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from colossal_lite.config.config import Config
+from colossal_lite.config.source import plain, write_out
 from colossal_lite.engine.loader_arguments import loader_names
 from colossal_lite.many.build_timetable import QUANTA
 from colossal_lite.many.jobs import gang_fault
@@ -52,8 +54,9 @@ class Task:
             object.__setattr__(self, name, _whole(getattr(self, name)))
 
     def settings(self, shared: Mapping[str, Any]) -> dict[str, Any]:
-        """The shared settings with those of this task over them."""
-        return lay_over(shared, self.config)
+        """The shared settings with those of this task over them. A short form, or a key with dots, is the setting that
+        it stands for."""
+        return lay_over(_written_out(shared), _written_out(self.config))
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,15 @@ class Halving:
 def _whole(value: Any) -> Any:
     """A whole number of any type, such as numpy's, as an int; anything else as it is."""
     return int(value) if type(value) is not bool and isinstance(value, Integral) else value
+
+
+def _written_out(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings in their sections; as they are where `Config.load` will refuse them."""
+    found, problems = plain(settings)
+    if problems:
+        return settings
+    write_out(found)
+    return found
 
 
 def lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,22 +214,36 @@ def _of_task(task: Task, shared: Mapping[str, Any], devices: int) -> Iterator[st
 
 
 def fingerprint(tasks: Sequence[Task], shared: Mapping[str, Any]) -> dict[str, str]:
-    """For each task what its directory is compared by: a hash of steps, batch and every resolved setting."""
+    """For each task what its directory is compared by: a hash of its steps, batch and settings, and of its parts.
+    Of functions these are names and arguments, of data its length. The code of a function may change."""
 
     def of(task: Task) -> str:
         config = Config.load(task.settings(shared)).check_world(task.devices)
         loader = [dict(task.loader)] if task.loader else []
-        facts = [task.steps, task.global_batch, config.values(), *loader]
+        made_by = [task.build, task.criterion, task.data, task.evaluate]
+        facts = [task.steps, task.global_batch, config.values(), *loader, *map(_fact, made_by)]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=_told).encode()).hexdigest()[:16]
 
     return {task.name: of(task) for task in tasks}
+
+
+def _fact(given: Any) -> Any:
+    """A model, a criterion or data, as a directory knows it."""
+    if isinstance(given, nn.Module):
+        return [_told(given), {name: list(part.shape) for name, part in given.named_parameters()}]
+    has_length = not isinstance(given, type) and hasattr(given, "__len__")
+    return [_told(given), len(given)] if has_length else _told(given)
 
 
 def _told(value: Any) -> Any:
     """What JSON has for a value: the same in every process, so without the address of an object."""
     if isinstance(value, functools.partial):
         return [_told(value.func), value.args, value.keywords]
-    if isinstance(value, os.PathLike | Number):
+    if is_dataclass(value) and not isinstance(value, type):
+        return [_told(type(value)), {each.name: getattr(value, each.name) for each in fields(value)}]
+    if not isinstance(value, type) and hasattr(value, "model_type") and hasattr(value, "to_dict"):
+        return [_told(type(value)), value.to_dict()]  # a config of Hugging Face
+    if isinstance(value, os.PathLike | Number | torch.dtype):
         return str(value)
     kind = value if hasattr(value, "__qualname__") else type(value)
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -126,7 +126,7 @@ def _unlike(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[str]
     kinds = {
         "only there": theirs.keys() - ours.keys(),
         "only here": ours.keys() - theirs.keys(),
-        "with other steps, batch or settings": {
+        "with other functions, data, steps, batch or settings": {
             n for n in theirs.keys() & ours.keys() if theirs[n] != ours[n]
         },
     }

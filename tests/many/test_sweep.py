@@ -43,6 +43,19 @@ def test_a_file_may_ask_for_stages(tmp_path: Path) -> None:
     assert read_sweep(path).quantum == "stage"
 
 
+def test_a_grid_lies_over_a_short_form_and_names_values_that_json_has_not(tmp_path: Path) -> None:
+    grid = '"parallel.pipeline.micro_batches" = [2]\n"optimizer.lr" = [2026-01-02]'
+    (task,) = read_sweep(written(tmp_path, HEAD + f"[config.parallel]\npipeline = 2\n[grid]\n{grid}")).tasks
+    assert task.name == "micro_batches=2,lr=2026-01-02"
+    assert task.settings({"parallel": {"pipeline": 2}})["parallel"] == {
+        "pipeline": {"size": 2, "micro_batches": 2}
+    }
+    path = tmp_path / "sweep.py"
+    path.write_text("grid = {3: [1]}")
+    with pytest.raises(ValueError, match="grid: legal: setting ="):
+        read_sweep(path)
+
+
 def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:
     text = (
         HEAD

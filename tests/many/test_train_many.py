@@ -22,6 +22,7 @@ import numpy
 import psutil
 import pytest
 import torch
+import transformers
 from torch.utils.data import DataLoader, default_collate
 
 import colossal_lite as cl
@@ -517,6 +518,41 @@ def test_what_a_directory_is_compared_by_has_no_address(collate: str) -> None:
     assert found[0].strip() != fingerprint([task("a", loader=dict(collate=default_collate))], CONFIG)["a"]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(build=own.deep), dict(build=own.deep()), dict(criterion=own.noisy), dict(criterion=own.Counting()),
+        dict(data=own.train), dict(data=TRAIN[1:]), dict(evaluate=None), dict(build=partial(cl.models.GPT, own.SHAPE)),
+    ],
+)  # fmt: skip
+def test_a_directory_of_another_model_criterion_or_data_is_another_s(given: dict[str, Any]) -> None:
+    """Else the losses of the old one would be given for the new one."""
+    found = [fingerprint([each], CONFIG)["a"] for each in (task("a"), task("a", **given), task("a", **given))]
+    assert found[0] != found[1] == found[2]
+
+
+@pytest.mark.parametrize("own_lr", [{"optimizer.lr": 0.5}, dict(optimizer={"lr": 0.5})])
+def test_settings_of_a_task_lie_over_shared_ones_in_every_form(own_lr: dict[str, Any]) -> None:
+    for shared in (dict(optimizer=dict(type="sgd", lr=0.1)), {"optimizer.lr": 0.1, "optimizer.type": "sgd"}):
+        each = cl.Task("a", own.gpt, data=TRAIN, steps=1, global_batch=1, config=own_lr)
+        check([each], shared, "link", None, None, 1)
+        optimizer = Config.load(each.settings(shared)).optimizer
+        assert (optimizer.lr, optimizer.type) == (0.5, "sgd")
+
+
+def test_models_of_other_shapes_are_other_models() -> None:
+    shapes = [replace(own.SHAPE, width=width) for width in (8, 16)]
+    of_others = [transformers.GPT2Config(n_layer=layers) for layers in (1, 2)]
+    for builds in (
+        [cl.models.GPT(s) for s in shapes],
+        [partial(cl.models.GPT, s) for s in shapes],
+        [partial(transformers.GPT2LMHeadModel, c) for c in of_others],
+        [partial(own.gpt, dtype=dtype) for dtype in (torch.float32, torch.float64)],  # type: ignore[call-arg]
+    ):
+        found = {fingerprint([task("a", build=build)], CONFIG)["a"] for build in builds}
+        assert len(found) == 2
+
+
 def test_tasks_share_neither_the_draws_of_their_data_nor_the_state_of_their_criterion(tmp_path: Path) -> None:
     """And a criterion that draws is refused, as its numbers would depend on the other tasks."""
     counting = own.Counting()
@@ -660,7 +696,7 @@ def test_a_lambda_a_directory_in_use_and_one_of_other_tasks_are_refused_by_name(
     unsent, begun, other, more = run_world(refused, 1, tmp_path)[0]
     assert "cannot be sent to the process that trains them" in unsent and "no lambda" in unsent
     assert "were begun there; legal: resume=True" in begun
-    assert "belongs to other tasks: a with other steps, batch or settings; legal" in other
+    assert "belongs to other tasks: a with other functions, data, steps, batch or settings; legal" in other
     assert "belongs to other tasks: b only here; legal" in more
 
 
