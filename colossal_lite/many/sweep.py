@@ -15,7 +15,7 @@ from typing import Any
 
 from colossal_lite.config.errors import nearest
 from colossal_lite.config.source import read_source
-from colossal_lite.many.task import Halving, Task, lay_over
+from colossal_lite.many.task import Halving, Task, lay_over, written_out
 
 OF_A_TASK = (
     "build",
@@ -170,7 +170,7 @@ def _task(
         problems.append(f"{name}: build.{unknown} in grid; legal: an argument that {row['build']} takes")
         return None
     build = partial(build, **keywords) if keywords else build
-    config = lay_over(row.get("config", {}), settings)
+    config = lay_over(written_out(row.get("config", {})), settings)
     return Task(name, build, config=config, loader=loader, **numbers, **found)
 
 

@@ -56,7 +56,7 @@ class Task:
     def settings(self, shared: Mapping[str, Any]) -> dict[str, Any]:
         """The shared settings with those of this task over them. A short form, or a key with dots, is the setting that
         it stands for."""
-        return lay_over(_written_out(shared), _written_out(self.config))
+        return lay_over(written_out(shared), written_out(self.config))
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _whole(value: Any) -> Any:
     return int(value) if type(value) is not bool and isinstance(value, Integral) else value
 
 
-def _written_out(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def written_out(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings in their sections; as they are where `Config.load` will refuse them."""
     found, problems = plain(settings)
     if problems:

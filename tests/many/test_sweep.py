@@ -50,6 +50,9 @@ def test_a_grid_lies_over_a_short_form_and_names_values_that_json_has_not(tmp_pa
     assert task.settings({"parallel": {"pipeline": 2}})["parallel"] == {
         "pipeline": {"size": 2, "micro_batches": 2}
     }
+    of_task = f"[[task]]\n[task.config.parallel]\npipeline = 2\n[grid]\n{grid}"
+    (other,) = read_sweep(written(tmp_path, HEAD + of_task)).tasks
+    assert other.settings({})["parallel"] == {"pipeline": {"size": 2, "micro_batches": 2}}
     path = tmp_path / "sweep.py"
     path.write_text("grid = {3: [1]}")
     with pytest.raises(ValueError, match="grid: legal: setting ="):
