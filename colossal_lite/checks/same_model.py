@@ -1,14 +1,17 @@
 """Refuses a model that is not the same on all ranks: its layers, shapes, values, and which parameters are frozen.
 
 Note: two exchanges at most.  Each rank sends a digest of its layers.  Only if these differ do ranks send the layers
-themselves, to name the first that differs.  Values are compared by a digest of each tensor.  Settings of layers that a
-user has written are not compared: ranks may have reasons for other ones.
+themselves, to name the first that differs.  Values are compared by a digest of each tensor.  Configs of our models
+and of Hugging Face's are compared too. Settings of layers that a user has written are not: ranks may have reasons for
+other ones.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,18 +50,43 @@ def check_same_model(module: nn.Module, world: Communicator, *, values: bool) ->
             raise RanksDifferError(fault)
 
 
+def _configs_of(module: nn.Module) -> dict[str, str]:
+    """Every setting of the configs in a model, ours and Hugging Face's. Where its files lie is no setting."""
+    found: dict[str, str] = {}
+    seen: set[int] = set()
+    for name, layer in module.named_modules():
+        config = vars(layer).get("config")
+        if id(config) in seen or not type(config).__module__.startswith(("colossal_lite.", "transformers.")):
+            continue
+        seen.add(id(config))
+        values = asdict(config) if is_dataclass(config) else config.to_dict()
+        at = f"{name}.config" if name else "config"
+        found |= {f"{at}.{key}": repr(value) for key, value in _settings(values).items()}
+    return found
+
+
+def _settings(value: Any) -> Any:
+    """A value of a config as it is equal on all ranks: without paths it was read from, and addresses of objects."""
+    if isinstance(value, Mapping):
+        names = [name for name in value if not str(name).startswith("_") and name != "transformers_version"]
+        return {name: _settings(value[name]) for name in names}
+    if isinstance(value, list | tuple):
+        return [_settings(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(_settings(each)) for each in value)
+    is_plain = value is None or isinstance(value, str | int | float | torch.dtype)
+    return value if is_plain else type(value).__qualname__
+
+
 def _check_layers(module: nn.Module, world: Communicator) -> None:
     """Raises RanksDifferError for tensors of other shapes than on rank 0, and layers of torch with other settings.
 
-    So for a model of ours with another config."""
+    So for a model of ours, or of Hugging Face, with another config."""
     layers = {
         name or "it": f"{type(layer).__name__}({layer.extra_repr()})"
         for name, layer in module.named_modules()
         if type(layer).__module__.startswith("torch.nn.")
-    }
-    config = getattr(module, "config", None)
-    if type(module).__module__.startswith("colossal_lite.") and is_dataclass(config):
-        layers |= {f"config.{each.name}": repr(getattr(config, each.name)) for each in fields(config)}
+    } | _configs_of(module)
     mine = layers | {name: f"{[*value.shape]} {value.dtype}" for name, value in module.state_dict().items()}
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=16).hexdigest()
     with world.ledger.paused():

@@ -184,6 +184,9 @@ class MemoryConfig(Section):
         return has_both and self.placement in ("host", "auto") and self.records_tier == "host"
 
     def errors(self) -> Iterable[SettingError]:
+        for name, what in (("disk_dir", "the name of a directory"), ("shared_base", "a name, or None")):
+            if getattr(self, name) == "":
+                yield SettingError(name, "is empty", what)
         if self.placement == "disk" and self.disk_dir is None:
             yield SettingError(
                 "disk_dir", "placement='disk' needs it", "the name of a directory on a local disk"

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Integral, Number, Real
+from operator import length_hint
 from typing import Any, Literal
 
 import torch
@@ -231,8 +232,7 @@ def _fact(given: Any) -> Any:
     """A model, a criterion or data, as a directory knows it."""
     if isinstance(given, nn.Module):
         return [_told(given), {name: list(part.shape) for name, part in given.named_parameters()}]
-    has_length = not isinstance(given, type) and hasattr(given, "__len__")
-    return [_told(given), len(given)] if has_length else _told(given)
+    return [_told(given), length_hint(given, -1)]
 
 
 def _told(value: Any) -> Any:

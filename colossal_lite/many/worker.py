@@ -193,7 +193,8 @@ class OpenTask:
         result = self.run.step(batch)
         if name := drawn_between(before, states(devices)):
             raise ValueError(
-                f"criterion: a step draws from {name}, and other tasks draw between its steps. Legal: no random numbers"
+                f"build, criterion: a step draws from {name}, this task's or of one that takes turns with it. Other "
+                f"tasks draw between its steps. Legal: no random numbers in a model or its criterion"
             )
         return result
 

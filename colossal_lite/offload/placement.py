@@ -116,7 +116,8 @@ class StatePlacement:
     @cached_property
     def arena(self) -> ArenaPlan:
         """Where in it everything is, and when."""
-        ranges = (taker.live_range(self._last) for taker in _takers(self.pieces, self.off_device))
+        last = self._last
+        ranges = (taker.live_range(last) for taker in _takers(self.pieces, self.off_device))
         return pack_live_ranges([*(self.beside or ()), *ranges])
 
     @property

@@ -348,3 +348,25 @@ def test_another_config_of_a_model_of_ours_is_refused(field: str, value: Any) ->
     """Before, ranks trained with another dropout in silence: layers of ours were not compared."""
     for told in run_world(other_config, 2, field, value):
         assert f"config.{field} is {value!r} on rank 1" in told and "legal: the same model" in told
+
+
+def other_hugging_face_config(env: RankEnv, field: str, value: Any) -> str:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    shape = transformers.LlamaConfig(**sizes, **({field: value} if env.rank else {}))
+    torch.manual_seed(0)
+    with env.launch(SGD) as context:
+        inner = transformers.LlamaForCausalLM(shape)
+        return told_of(lambda: cl.initialize(inner, context=context))
+
+
+@pytest.mark.parametrize(("field", "value"), [("attention_dropout", 0.2), ("rms_norm_eps", 1e-3)])
+def test_another_config_of_a_model_of_hugging_face_is_refused(field: str, value: Any) -> None:
+    for told in run_world(other_hugging_face_config, 2, field, value):
+        assert f"config.{field} is {value!r} on rank 1" in told and "legal: the same model" in told
+
+
+def test_where_a_config_was_read_from_is_no_setting() -> None:
+    assert run_world(other_hugging_face_config, 2, "name_or_path", "/of/this/node") == ["", ""]

@@ -301,6 +301,8 @@ def contradictions() -> Iterator[Bad]:
             "parallel.pipeline.micro_batches=1",
         ),
         ({"memory": {"placement": "disk"}}, "memory.disk_dir", "directory"),
+        ({"memory": {"placement": "disk", "disk_dir": ""}}, "memory.disk_dir", "the name of a directory"),
+        ({"memory": {"shared_base": ""}}, "memory.shared_base", "a name, or None"),
         ({"memory": {"placement": "static"}}, "memory.placement", "host_fraction"),
         (
             {"parallel": {"pipeline": {"size": 2, "schedule": "1f1b", "stages_per_rank": 2}}},

@@ -566,7 +566,7 @@ def test_tasks_share_neither_the_draws_of_their_data_nor_the_state_of_their_crit
     assert found["drawn"]["losses"] == found["again"]["losses"]
     for name in ("noisy", "late"):
         assert found[name]["status"] == "failed"
-        assert "criterion: a step draws from torch's own generator" in found[name]["cause"]
+        assert "build, criterion: a step draws from torch's own generator" in found[name]["cause"]
 
 
 def reports(env: RankEnv, folder: Path) -> list[str]:
