@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -51,22 +51,22 @@ def check_same_model(module: nn.Module, world: Communicator, *, values: bool) ->
 
 
 def _configs_of(module: nn.Module) -> dict[str, str]:
-    """Every setting of the configs in a model, ours and Hugging Face's. Where its files lie is no setting."""
+    """Every setting of the configs in a model, ours and Hugging Face's."""
     found: dict[str, str] = {}
     seen: set[int] = set()
     for name, layer in module.named_modules():
-        config = vars(layer).get("config")
+        config: Any = vars(layer).get("config")
         if id(config) in seen or not type(config).__module__.startswith(("colossal_lite.", "transformers.")):
             continue
         seen.add(id(config))
-        values = asdict(config) if is_dataclass(config) else config.to_dict()
+        values = config.to_dict() if hasattr(config, "to_dict") else asdict(config)
         at = f"{name}.config" if name else "config"
         found |= {f"{at}.{key}": repr(value) for key, value in _settings(values).items()}
     return found
 
 
 def _settings(value: Any) -> Any:
-    """A value of a config as it is equal on all ranks: without paths it was read from, and addresses of objects."""
+    """A value of a config without what may differ between ranks: paths of its files, addresses of objects."""
     if isinstance(value, Mapping):
         names = [name for name in value if not str(name).startswith("_") and name != "transformers_version"]
         return {name: _settings(value[name]) for name in names}
