@@ -1,9 +1,13 @@
 """Gives a loss the samples of all data ranks, and finds a loss that needs them.
 
 Note: a loss between samples.
-A contrastive loss of one rank's samples is not that of the whole batch.  So where a batch is divided, the first step
-looks at the second derivative of its losses.  The gradient at one sample must not depend on another.  A loss that
-cannot be differentiated twice shows nothing, and neither does one by labels alone.
+A contrastive loss of one rank's samples is not that of the whole batch.  So where a batch is divided, steps look at
+the second derivative of their losses.  The gradient at one sample must not depend on another.  A loss that cannot be
+differentiated twice shows nothing, and neither does one by labels alone.
+
+Note: the steps that look.
+Loops change their loss: a term begins after a warm-up, or its weight grows from 0.  The first shows as other
+operations, which are looked at when they first come.  For the second, steps 1, 2, 4, 8 and so on look again.
 
 Note: the weight of what was gathered.
 Every rank computes the loss of all samples, and takes the gradient of its own.  The step averages over ranks.  So the
@@ -12,13 +16,14 @@ gradient of what was gathered weighs as many times more as there are ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
 
 from colossal_lite.distributed.autograd_collectives import join
 from colossal_lite.distributed.communicator import Communicator
@@ -30,6 +35,9 @@ class AllSamples:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._weight = float(comm.size)
+        self._key = f"outputs of {id(self)}"  # among the metadata of nodes
+        self._step = 1
+        self._known = set[int]()  # hashes of the operations of losses that were looked at
 
     def of(self, x: Tensor) -> Tensor:
         """The rows of all ranks' x [samples, ...], in the order of ranks."""
@@ -44,15 +52,71 @@ class AllSamples:
         weighed: Tensor = _Weighed.apply(x, lambda: self._weight) if x.requires_grad else x  # type: ignore[no-untyped-call]
         return join(weighed, self._comm, 0)
 
-    def couples(self, loss: Tensor, outputs: Sequence[Tensor]) -> bool:
-        """Whether the gradient of `loss` at one row of `outputs` depends on other rows, which were not gathered."""
+    def note(self, outputs: Sequence[Tensor], rows: int) -> None:
+        """Mark those `outputs` of a forward that have a row for each of its samples. Then `couples` finds them."""
+        for x in outputs:
+            node: Any = x.grad_fn
+            if self._comm.size > 1 and node is not None and x.dim() and len(x) == rows:
+                node.metadata.setdefault(self._key, {})[x.output_nr] = rows
+
+    def next_step(self) -> None:
+        """Count a step, for `couples`."""
+        self._step += 1
+
+    def couples(self, loss: Tensor, forwards: Sequence[tuple[int, int]]) -> bool:
+        """Whether the gradient of `loss` at one row of the outputs depends on other rows, which were not gathered.
+        False in steps that do not look. `forwards`: numbers of the nodes that each forward has made."""
+        if self._comm.size == 1 or not loss.requires_grad:
+            return False
+        front, operations = self._front(loss, forwards)
+        is_known = operations in self._known
+        self._known.add(operations)
+        if (is_known and self._step & (self._step - 1)) or not front or self._runs_the_model(front):
+            return False
         self._weight = 0.0  # what was gathered may couple samples
         try:
             with suppress(RuntimeError, NotImplementedError):  # it has no second derivative
-                return _couples(loss, [x for x in outputs if len(x) > 1])
+                return _couples(loss, [edge for edge, rows in front.items() if rows > 1])
         finally:
             self._weight = float(self._comm.size)
         return False
+
+    def _front(
+        self, loss: Tensor, forwards: Sequence[tuple[int, int]]
+    ) -> tuple[dict[GradientEdge, int], int]:
+        """The outputs that `loss` reads, with their rows, and a hash of the operations between."""
+        found, names = dict[GradientEdge, int](), list[str]()
+        edges, seen = [_edge_of(loss)], set[Any]()
+        while edges:
+            edge = edges.pop()
+            node: Any = edge.node
+            if (rows := node.metadata.get(self._key, {}).get(edge.output_nr)) is not None:
+                found[edge] = rows
+            elif node not in seen and not any(a <= node._sequence_nr() < b for a, b in forwards):
+                seen.add(node)
+                names.append(node.name())
+                edges += _before(node)
+        return found, hash(tuple(names))
+
+    def _runs_the_model(self, front: Collection[GradientEdge]) -> bool:
+        """Whether an output was computed from another, so that a backward to it would run the model."""
+        edges, seen = [before for edge in front for before in _before(edge.node)], set[Any]()
+        while edges:
+            node: Any = edges.pop().node
+            if self._key in node.metadata:
+                return True
+            if node not in seen:
+                seen.add(node)
+                edges += _before(node)
+        return False
+
+
+def _edge_of(x: Tensor) -> GradientEdge:
+    return torch.autograd.graph.get_gradient_edge(x)
+
+
+def _before(node: Any) -> list[GradientEdge]:
+    return [GradientEdge(each, n) for each, n in node.next_functions if each is not None]
 
 
 class _Weighed(Function):
@@ -68,7 +132,7 @@ class _Weighed(Function):
         return gradients[0] * ctx.weight(), None
 
 
-def _couples(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
+def _couples(loss: Tensor, outputs: Sequence[GradientEdge]) -> bool:
     if not outputs:
         return False
     first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)

@@ -64,10 +64,7 @@ class UserLoop:
         """Names of the parameters that this rank has in part, or not at all outside of forward."""
         self._all_samples = AllSamples(self._mesh.axis("data"))
         self._scaled = ScaledLoss()
-        self._looks = self._mesh.size("data") > 1
-        """Whether the losses of a step are still to be looked at."""
-        self._given: list[Tensor] = []
-        """Outputs of this step with a row for each sample, while it looks."""
+        self._divides = self._mesh.size("data") > 1
         self._rows = 0  # samples of this rank in the micro-batch at hand
         self._forwards: list[tuple[int, int]] = []
         """Numbers of the nodes of autograd that each forward of this step has made."""
@@ -114,14 +111,13 @@ class UserLoop:
         """The model's outputs, with logits gathered over vocabulary, tokens and samples, and without padding. On a
         sequence axis so are other tensors of all tokens. A loss may read these, and those that all tensor ranks have
         alike. Raises ValueError for outputs without logits, where ranks have parts of them."""
-        if torch.is_grad_enabled() and self._not_whole:
+        if torch.is_grad_enabled() and (self._not_whole or self._divides):
             self._forwards.append((self._first_node, _next_node()))
         if self._streams.has_drawn:  # the next forward of this step draws other masks
             self._step.samples += self._samples
         found = self._found_outputs(outputs)
-        if self._looks and torch.is_grad_enabled():
-            leaves = (x for x in tree_leaves(found) if isinstance(x, Tensor))
-            self._given += [x for x in leaves if x.requires_grad and x.dim() and len(x) == self._rows]
+        if self._divides and torch.is_grad_enabled():
+            self._all_samples.note([x for x in tree_leaves(found) if isinstance(x, Tensor)], self._rows)
         return found
 
     def _found_outputs(self, outputs: Any) -> Any:
@@ -256,39 +252,14 @@ class UserLoop:
         return self._all_samples.of(x)
 
     def _refuse_coupling(self, loss: Tensor) -> None:
-        """In the first step, raises ValueError for a `loss` between samples of this rank, where others have more."""
-        if not self._looks or not loss.requires_grad or not (given := self._front(loss)):
-            return
-        if self._all_samples.couples(loss, given):
+        """Raises ValueError for a `loss` between samples of this rank, where others have more, in steps that look."""
+        if self._all_samples.couples(loss, self._forwards):
             raise ValueError(
                 f"backward: the loss is one between samples: its gradient at one depends on others. With "
                 f"parallel.data={self._mesh.size('data')} this rank has its own samples alone. So the loss would be "
                 f"another than in one process. Legal: a loss of engine.all_samples(outputs), of the samples of all "
                 f"ranks; a mean of losses of samples; parallel.data=1"
             )
-
-    def _front(self, loss: Tensor) -> Sequence[Tensor]:
-        """The outputs that `loss` reads. Empty where one was computed from another: backward would run the model."""
-        given = {x.grad_fn: x for x in self._given}
-        nodes, seen, found = [loss.grad_fn], set[Any](), list[Tensor]()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node in given:
-                found.append(given[node])
-            else:
-                nodes += [before for before, _ in node.next_functions]
-        nodes, below = [before for x in found for before, _ in _next(x)], set[Any]()
-        while nodes:
-            node = nodes.pop()
-            if node in given:
-                return ()
-            if node is not None and node not in below:
-                below.add(node)
-                nodes += [before for before, _ in node.next_functions]
-        return found
 
     def _read_directly(self, loss: Tensor) -> str | None:
         """The name of a parameter that `loss` reads beside the outputs of the model. Where whole modules are here, what
@@ -309,7 +280,6 @@ class UserLoop:
     def drop(self) -> None:
         """Forget the forwards of this step."""
         self._forwards.clear()
-        self._given.clear()
 
     def finish(self) -> None:
         """Start the remaining reductions, before the ranks agree. Raises ValueError without a `backward`."""
@@ -323,7 +293,7 @@ class UserLoop:
             )
         if not self._step.by_count:
             self._step.sums.weigh_alike()  # however many calls
-        self._looks = False
+        self._all_samples.next_step()
         if not self._by_micro_batch and not self._updates.within_backward:
             self._reduce_all()
 
@@ -365,10 +335,6 @@ class UserLoop:
                 f"a part of the vocabulary. Legal: no {name}, and a loss of the logits; criterion='model' and "
                 f"train_step; parallel.tensor=1"
             )
-
-
-def _next(x: Tensor) -> Sequence[tuple[Any, int]]:
-    return () if x.grad_fn is None else x.grad_fn.next_functions
 
 
 def _next_node() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -140,6 +141,40 @@ def test_a_mean_of_losses_of_samples_is_none_between_them(name: str, stage: int)
     truth = plain(lambda given: APART[name](given, batch()))
     for told, state in run_world(trained, 2, name, dict(zero=dict(stage=stage)), False):
         assert told == "" and is_equal(state, truth)
+
+
+LATER: dict[str, tuple[int, Callable[[int, Tensor], Tensor]]] = {
+    "begins in step 3": (3, lambda step, z: between(z) if step == 3 else z.new_zeros(())),
+    "grows from 0": (2, lambda step, z: (step - 1) * between(z)),
+    "grows from 0 after step 6": (8, lambda step, z: max(0, step - 6) * between(z)),
+}
+"""The step that refuses a term, and the term."""
+
+
+def between(z: Tensor) -> Tensor:
+    return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+def told_later(env: RankEnv, name: str, stage: int) -> tuple[int, str]:
+    """The step that is refused, and what is told."""
+    _, term = LATER[name]
+    with env.launch(SGD | dict(zero=dict(stage=stage))) as context:
+        engine = cl.initialize(model(), context=context)
+        ids, _, labels = (x.chunk(env.world_size)[env.rank] for x in batch())
+
+        def step(n: int) -> None:
+            z = engine(ids)
+            engine.backward(F.cross_entropy(z, labels) + term(n, z))
+            engine.step()
+
+        return next((n, told) for n in range(1, 10) if (told := told_of(partial(step, n))) or n == 9)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", LATER)
+def test_a_term_between_samples_of_later_steps_is_refused_too(name: str, stage: int) -> None:
+    for n, told in run_world(told_later, 2, name, stage):
+        assert n == LATER[name][0] and "the loss is one between samples" in told
 
 
 def uneven(env: RankEnv) -> str:
