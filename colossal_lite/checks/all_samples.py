@@ -16,9 +16,10 @@ gradient of what was gathered weighs as many times more as there are ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class AllSamples:
         self._comm = comm
         self._weight = float(comm.size)
         self._key = f"outputs of {id(self)}"  # among the metadata of nodes
+        self._given: list[ref[Tensor]] = []  # the outputs of this step, while someone has them
         self._step = 1
         self._known = set[int]()  # hashes of the operations of losses that were looked at
 
@@ -57,11 +59,13 @@ class AllSamples:
         for x in outputs:
             node: Any = x.grad_fn
             if self._comm.size > 1 and node is not None and x.dim() and len(x) == rows:
+                self._given.append(ref(x))
                 node.metadata.setdefault(self._key, {})[x.output_nr] = rows
 
     def next_step(self) -> None:
         """Count a step, for `couples`."""
         self._step += 1
+        self._given.clear()
 
     def couples(self, loss: Tensor, forwards: Sequence[tuple[int, int]]) -> bool:
         """Whether the gradient of `loss` at one row of the outputs depends on other rows, which were not gathered.
@@ -73,13 +77,23 @@ class AllSamples:
         self._known.add(operations)
         if (is_known and self._step & (self._step - 1)) or not front or self._runs_the_model(front):
             return False
-        self._weight = 0.0  # what was gathered may couple samples
+        outputs = [edge for edge, rows in front.items() if rows > 1]
+        with self._aside(), suppress(RuntimeError, NotImplementedError):  # it has no second derivative
+            return _couples(loss, outputs)
+        return False
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Context of a look: what was gathered may couple samples, and outputs keep the gradients that they retain."""
+        given = [x for each in self._given if (x := each()) is not None and x.retains_grad]
+        kept = [x.grad for x in given]
+        self._weight = 0.0
         try:
-            with suppress(RuntimeError, NotImplementedError):  # it has no second derivative
-                return _couples(loss, [edge for edge, rows in front.items() if rows > 1])
+            yield
         finally:
             self._weight = float(self._comm.size)
-        return False
+            for x, gradient in zip(given, kept, strict=True):
+                x.grad = gradient
 
     def _front(
         self, loss: Tensor, forwards: Sequence[tuple[int, int]]

@@ -177,6 +177,28 @@ def test_a_term_between_samples_of_later_steps_is_refused_too(name: str, stage: 
         assert n == LATER[name][0] and "the loss is one between samples" in told
 
 
+def retained(env: RankEnv) -> bool:
+    """Whether outputs have the gradients that a plain loss gives them, after each of three steps."""
+    with env.launch(SGD) as context:
+        engine = cl.initialize(model(), context=context)
+        ids, _, labels = (x.chunk(env.world_size)[env.rank] for x in batch())
+        right = []
+        for _ in range(3):
+            z = engine(ids)
+            z.retain_grad()
+            plain = z.detach().requires_grad_()
+            F.cross_entropy(plain, labels).backward()
+            engine.backward(F.cross_entropy(z, labels))
+            assert z.grad is not None and plain.grad is not None
+            right.append(torch.allclose(z.grad, plain.grad, rtol=1e-12, atol=0))
+            engine.step()
+        return all(right)
+
+
+def test_a_look_leaves_the_gradients_that_outputs_retain() -> None:
+    assert run_world(retained, 2) == [True, True]
+
+
 def uneven(env: RankEnv) -> str:
     with env.launch(SGD) as context:
         engine = cl.initialize(model(), context=context)
