@@ -5,6 +5,10 @@ A contrastive loss of one rank's samples is not that of the whole batch.  So whe
 the second derivative of their losses.  The gradient at one sample must not depend on another.  A loss that cannot be
 differentiated twice shows nothing, and neither does one by labels alone.
 
+Note: a gradient that bends.
+Backward starts from a loss of a part of the samples.  So a hook on an output, or an autograd.Function in the loss, sees
+a multiple of the gradient in one process.  It must be linear, as in checks/linear_hooks.py.
+
 Note: the steps that look.
 Loops change their loss: a term begins after a warm-up, or its weight grows from 0.  The first shows as other
 operations, which are looked at when they first come.  For the second, steps 1, 2, 4, 8 and so on look again.
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -28,6 +32,10 @@ from torch.autograd.graph import GradientEdge
 
 from colossal_lite.distributed.autograd_collectives import join
 from colossal_lite.distributed.communicator import Communicator
+
+Fault = Literal["couples", "bends"]
+SEED = 1024.0
+"""Two backwards of a look start from it, and from its inverse."""
 
 
 class AllSamples:
@@ -55,7 +63,7 @@ class AllSamples:
         return join(weighed, self._comm, 0)
 
     def note(self, outputs: Sequence[Tensor], rows: int) -> None:
-        """Mark those `outputs` of a forward that have a row for each of its samples. Then `couples` finds them."""
+        """Mark those `outputs` of a forward that have a row for each of its samples. Then `fault` finds them."""
         for x in outputs:
             node: Any = x.grad_fn
             if self._comm.size > 1 and node is not None and x.dim() and len(x) == rows:
@@ -63,24 +71,29 @@ class AllSamples:
                 node.metadata.setdefault(self._key, {})[x.output_nr] = rows
 
     def next_step(self) -> None:
-        """Count a step, for `couples`."""
+        """Count a step, for `fault`."""
         self._step += 1
         self._given.clear()
 
-    def couples(self, loss: Tensor, forwards: Sequence[tuple[int, int]]) -> bool:
-        """Whether the gradient of `loss` at one row of the outputs depends on other rows, which were not gathered.
-        False in steps that do not look. `forwards`: numbers of the nodes that each forward has made."""
+    def fault(self, loss: Tensor, forwards: Sequence[tuple[int, int]]) -> Fault | None:
+        """Whether the gradient of `loss` at one row of the outputs depends on other rows, which were not gathered. Or
+        whether it is not linear in what backward starts from. None in steps that do not look. `forwards`: numbers of
+        the nodes that each forward has made."""
         if self._comm.size == 1 or not loss.requires_grad:
-            return False
+            return None
         front, operations = self._front(loss, forwards)
         is_known = operations in self._known
         self._known.add(operations)
         if (is_known and self._step & (self._step - 1)) or not front or self._runs_the_model(front):
-            return False
+            return None
         outputs = [edge for edge, rows in front.items() if rows > 1]
-        with self._aside(), suppress(RuntimeError, NotImplementedError):  # it has no second derivative
-            return _couples(loss, outputs)
-        return False
+        with self._aside():
+            with suppress(RuntimeError, NotImplementedError):  # it has no second derivative
+                if _couples(loss, outputs):
+                    return "couples"
+            with suppress(RuntimeError, NotImplementedError):  # it has no first one to be looked at
+                return None if _is_linear(loss, list(front)) else "bends"
+        return None
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -144,6 +157,26 @@ class _Weighed(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] * ctx.weight(), None
+
+
+def _is_linear(loss: Tensor, outputs: Sequence[GradientEdge]) -> bool:
+    """Whether the gradients are as many times as large as what backward starts from. A Function may multiply what it
+    has saved in place, as fused losses do. That is no fault. The two starts then leave it as it was."""
+
+    def gradients(seed: float) -> list[Tensor]:
+        start = torch.full_like(loss, seed)
+        found = torch.autograd.grad(loss, outputs, start, retain_graph=True, allow_unused=True)
+        return [x.clone() for x in found if x is not None]
+
+    for x, y in zip(gradients(1 / SEED), gradients(SEED), strict=True):
+        exact = torch.finfo(x.dtype).eps ** 0.5
+        right, found = x.double() * SEED, y.double()
+        size = torch.maximum(found.norm() / SEED, right.norm())
+        far = (found / SEED - right).norm() > exact * size
+        again = (found - right).norm() <= exact * right.norm()
+        if bool(far & ~again & size.isfinite()):
+            return False
+    return True
 
 
 def _couples(loss: Tensor, outputs: Sequence[GradientEdge]) -> bool:

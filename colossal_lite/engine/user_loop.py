@@ -252,8 +252,17 @@ class UserLoop:
         return self._all_samples.of(x)
 
     def _refuse_coupling(self, loss: Tensor) -> None:
-        """Raises ValueError for a `loss` between samples of this rank, where others have more, in steps that look."""
-        if self._all_samples.couples(loss, self._forwards):
+        """Raises ValueError for a `loss` between samples of this rank, where others have more, in steps that look. So
+        for one whose gradient is not linear."""
+        fault = self._all_samples.fault(loss, self._forwards)
+        if fault == "bends":
+            raise ValueError(
+                f"backward: the gradient of the loss at outputs of engine(x) is not linear, as other starts show. "
+                f"With parallel.data={self._mesh.size('data')} a hook on an output, or an autograd.Function in "
+                f"the loss, sees another gradient than in one process. Legal: one that is linear in the gradient, such "
+                f"as a mask or a factor; parallel.data=1"
+            )
+        if fault is not None:
             raise ValueError(
                 f"backward: the loss is one between samples: its gradient at one depends on others. With "
                 f"parallel.data={self._mesh.size('data')} this rank has its own samples alone. So the loss would be "

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional as F
 
 import colossal_lite as cl
@@ -197,6 +198,70 @@ def retained(env: RankEnv) -> bool:
 
 def test_a_look_leaves_the_gradients_that_outputs_retain() -> None:
     assert run_world(retained, 2) == [True, True]
+
+
+class Clipped(Function):
+    """x, whose gradient is clipped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].clamp(-0.01, 0.01)
+
+
+class Fused(Function):
+    """A cross-entropy that computes its gradient in forward. Backward multiplies it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, labels: Tensor) -> Tensor:
+        ctx.gradient = (x.softmax(-1) - F.one_hot(labels, x.shape[-1])) / len(x)
+        return F.cross_entropy(x, labels)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient.mul_(gradients[0]), None
+
+
+def clipped_by_hook(z: Tensor) -> Tensor:
+    z.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    return z
+
+
+BENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "hook": lambda z, labels: F.cross_entropy(clipped_by_hook(z), labels),
+    "function": lambda z, labels: F.cross_entropy(Clipped.apply(z), labels),  # type: ignore[no-untyped-call]
+    "fused": lambda z, labels: Fused.apply(z, labels),  # type: ignore[no-untyped-call]
+}
+
+
+def bent(env: RankEnv, name: str) -> tuple[str, dict[str, Tensor]]:
+    """What a step says, and the weights after three."""
+    with env.launch(SGD) as context:
+        engine = cl.initialize(model(), context=context)
+        ids, _, labels = (x.chunk(env.world_size)[env.rank] for x in batch())
+
+        def step() -> None:
+            engine.backward(BENT[name](engine(ids), labels))
+            engine.step()
+
+        told = told_of(lambda: [step() for _ in range(3)])
+        return told, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("name", BENT)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_of_outputs_that_is_not_linear_is_refused_where_ranks_have_parts(
+    name: str, ranks: int
+) -> None:
+    truth = plain(lambda given: BENT[name](given(batch()[0]), batch()[2]))
+    for told, state in run_world(bent, ranks, name):
+        if ranks == 2 and name != "fused":
+            assert "the gradient of the loss at outputs of engine(x) is not linear" in told
+        else:
+            assert told == "" and is_equal(state, truth)
 
 
 def uneven(env: RankEnv) -> str:
