@@ -7,7 +7,7 @@ differentiated twice shows nothing, and neither does one by labels alone.
 
 Note: a gradient that bends.
 Backward starts from a loss of a part of the samples.  So a hook on an output, or an autograd.Function in the loss, sees
-a multiple of the gradient in one process.  It must be linear, as in checks/linear_hooks.py.
+another gradient than in one process.  It must be linear, as in checks/linear_hooks.py.
 
 Note: the steps that look.
 Loops change their loss: a term begins after a warm-up, or its weight grows from 0.  The first shows as other
@@ -77,8 +77,8 @@ class AllSamples:
 
     def fault(self, loss: Tensor, forwards: Sequence[tuple[int, int]]) -> Fault | None:
         """Whether the gradient of `loss` at one row of the outputs depends on other rows, which were not gathered. Or
-        whether it is not linear in what backward starts from. None in steps that do not look. `forwards`: numbers of
-        the nodes that each forward has made."""
+        whether it is not linear in what backward starts from. None in steps that do not look.
+        `forwards`: numbers of the nodes that each forward has made."""
         if self._comm.size == 1 or not loss.requires_grad:
             return None
         front, operations = self._front(loss, forwards)

@@ -257,10 +257,10 @@ class UserLoop:
         fault = self._all_samples.fault(loss, self._forwards)
         if fault == "bends":
             raise ValueError(
-                f"backward: the gradient of the loss at outputs of engine(x) is not linear, as other starts show. "
-                f"With parallel.data={self._mesh.size('data')} a hook on an output, or an autograd.Function in "
-                f"the loss, sees another gradient than in one process. Legal: one that is linear in the gradient, such "
-                f"as a mask or a factor; parallel.data=1"
+                f"backward: the gradient of the loss at outputs of engine(x) is not linear, as other starts show. A "
+                f"hook on an output, or an autograd.Function in the loss, changes it. Each rank has a part of the "
+                f"samples (parallel.data={self._mesh.size('data')}), and so another gradient. Legal: one that is "
+                f"linear in the gradient, such as a mask or a factor; parallel.data=1"
             )
         if fault is not None:
             raise ValueError(
