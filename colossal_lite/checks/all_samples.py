@@ -169,10 +169,12 @@ def _is_linear(loss: Tensor, outputs: Sequence[GradientEdge]) -> bool:
         return [x.clone() for x in found if x is not None]
 
     for x, y in zip(gradients(1 / SEED), gradients(SEED), strict=True):
-        exact = torch.finfo(x.dtype).eps ** 0.5
+        limits = torch.finfo(x.dtype)
+        exact, least = limits.eps**0.5, limits.smallest_normal * limits.eps * SEED
         right, found = x.double() * SEED, y.double()
         size = torch.maximum(found.norm() / SEED, right.norm())
-        far = (found / SEED - right).norm() > exact * size
+        lost = least * x.numel() ** 0.5  # to small numbers of fp16, which have few digits
+        far = (found / SEED - right).norm() > exact * size + lost
         again = (found - right).norm() <= exact * right.norm()
         if bool(far & ~again & size.isfinite()):
             return False
