@@ -114,6 +114,27 @@ def journal_rows(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def stop_fault(directory: Path, tasks: Sequence[Task], stop: Halving | None) -> str:
+    """Why this rule cannot go on from the rungs of a directory; "" if it can. The rows of old journals tell no rule."""
+    rows = [row for row in journal_rows(directory) if row["decision"] == "rung"]
+    decided = sorted({row["rung"] for row in rows})
+    rules = {(row["metric"], row["keep"]) for row in rows if "metric" in row}
+    last = max(decided, default=0)
+    rungs = [] if stop is None else [*stop.rungs]
+    ours = set() if stop is None else {(stop.metric, float(stop.keep))}
+    if [rung for rung in rungs if rung <= last] != decided or (rules and ours != rules):
+        rule = "".join(f"metric={metric!r}, keep={keep!r}, " for metric, keep in sorted(rules))
+        was = f"{rule}rungs that begin with {decided}"
+        return f"stop={stop!r}: the rungs {decided} are decided there; legal: a cl.Halving with {was}"
+    at = {task.name: saved_step(directory, task.name) for task in tasks}
+    first, most = next((rung for rung in rungs if rung > last), 0), max(at.values())
+    if first and (past := [name for name, step in at.items() if step > first]):
+        none = f"the rungs {decided}" if decided else "stop=None"
+        legal = f"{none}, or later ones from {most} on" if most < max(task.steps for task in tasks) else none
+        return f"stop.rungs={tuple(rungs)}: {past[0]!r} is past step {first} there; legal: {legal}"
+    return ""
+
+
 @dataclass
 class Request:
     """What rank 0 waits for from the devices of a task."""
@@ -164,7 +185,8 @@ class Coordinator:
             for n, task in enumerate(self.tasks)
         }
         self.pending: list[list[Request]] = [[] for _ in range(self.devices)]
-        self._decided: set[int] = set()
+        self._decided: dict[int, dict[str, float]] = {}
+        """The metrics of all tasks that were compared at a rung."""
         self._last: list[str | None] = [None] * self.devices
         self._heads: list[tuple[Request | None, float]] = [(None, 0.0)] * self.devices
         """The request that each device is at, and since when."""
@@ -185,9 +207,10 @@ class Coordinator:
         ends = dict[str, int]()
         for row in journal_rows(self.directory):
             if row["decision"] == "rung":
-                self._decided.add(row["rung"])
+                known = self._decided.setdefault(row["rung"], {})
+                known |= row["metrics"]
                 for name in set(row["metrics"]) - set(row["kept"]):
-                    cause = _fell(row["rung"], row["metrics"], row["kept"])
+                    cause = row.get("cause") or _fell(row["rung"], row["metrics"], row["kept"])
                     self.states[name].status, self.states[name].cause = "stopped", cause
                     ends[name] = row["rung"]
             elif row["decision"] in ("stopped", "done"):
@@ -370,7 +393,9 @@ class Coordinator:
     def _rung_after(self, state: TaskState) -> int | None:
         """The first rung that holds this task up."""
         rungs = self.stop.rungs if self.stop and state.ends_at is None else ()
-        return next((r for r in rungs if r not in self._decided and state.step <= r < state.task.steps), None)
+        name, most = state.task.name, state.task.steps
+        ahead = (r for r in rungs if state.step <= r < most)
+        return next((r for r in ahead if name not in self._decided.get(r, ())), None)
 
     def _next_goal(self, state: TaskState) -> int:
         rung = self._rung_after(state) if state.ends_at is None else state.ends_at
@@ -571,6 +596,7 @@ class Coordinator:
 
     def _decide_rungs(self) -> None:
         """Stop the worse tasks at each rung that all others have come to."""
+        self._judge_late()
         for rung in self.stop.rungs if self.stop else ():
             racing = [s for s in self.states.values() if s.status == "open" and s.task.steps > rung]
             if rung in self._decided or not racing:
@@ -582,16 +608,30 @@ class Coordinator:
                 return
             self._stop_at(rung, {name: metric for name, metric in metrics.items() if metric is not None})
 
+    def _judge_late(self) -> None:
+        """Compare tasks that come to a rung after its decision, as they had failed before, with all that were there."""
+        for state in self.states.values():
+            rung = self._rung_after(state)
+            is_late = state.status == "open" and rung in self._decided and state.step == rung
+            if rung is None or not is_late or state.busy_on or state.claims:
+                continue
+            if (metric := self._metric(state, rung)) is not None:
+                self._stop_at(rung, {state.task.name: metric})
+
     def _stop_at(self, rung: int, metrics: Mapping[str, float]) -> None:
+        """Stop the worse ones of these tasks, beside those that were compared at the rung before."""
         assert self.stop is not None
-        kept = list(self.stop.kept(metrics))
+        known = self._decided.setdefault(rung, {})
+        known |= metrics
+        best = self.stop.kept(known)
+        kept, cause = [name for name in best if name in metrics], _fell(rung, known, best)
         self._journal.write(
-            at_s=self._now_s, decision="rung", task=None, rung=rung, metrics=dict(metrics), kept=kept
-        )
-        self._decided.add(rung)
+            at_s=self._now_s, decision="rung", task=None, rung=rung, metrics=dict(metrics), kept=kept, cause=cause,
+            metric=self.stop.metric, keep=float(self.stop.keep),
+        )  # fmt: skip
         for name in metrics:
             if name not in kept:
-                self._leave(self.states[name], "stopped", _fell(rung, metrics, kept))
+                self._leave(self.states[name], "stopped", cause)
 
     # ---- times, and what is left of it all ----
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.stopping import STOPPED, Stopped
 from colossal_lite.many.build_timetable import Quantum
-from colossal_lite.many.coordinator import Coordinator, OnReport
+from colossal_lite.many.coordinator import Coordinator, OnReport, stop_fault
 from colossal_lite.many.devices import (
     END_S,
     Device,
@@ -52,7 +53,8 @@ def train(
     directory = Path(directory)
     claims = FolderClaims()
     context.on_close(claims.close)
-    _claim(claims, fingerprint(tasks, config), directory, context, resume)
+    goes_on = partial(stop_fault, directory, tasks, stop)
+    _claim(claims, fingerprint(tasks, config), directory, context, resume, goes_on)
     log = directory / "logs" / f"device-{context.rank}.log"
     frozen = FrozenRecords()  # which outlives the workers
     order = Order(
@@ -83,10 +85,16 @@ def _shared(frozen: FrozenRecords, context: Context) -> FrozenHandle | None:
 
 
 def _claim(
-    claims: FolderClaims, ours: Mapping[str, str], directory: Path, context: Context, resume: bool
-) -> None:
-    """Take the directory for these tasks. Raises ValueError on every rank if it is not theirs."""
-    fault = _refused(claims, ours, directory, resume) if context.is_main else ""
+    claims: FolderClaims, ours: Mapping[str, str], directory: Path, context: Context, resume: bool,
+    goes_on: Callable[[], str],
+) -> None:  # fmt: skip
+    """Take the directory for these tasks. Raises ValueError on every rank if it is not theirs. `goes_on`: why they
+    cannot go on from what is there, or ""."""
+    fault = ""
+    if context.is_main:
+        fault = _refused(claims, ours, directory, resume)
+        if not fault and resume and (why := goes_on()):
+            fault = f"directory={str(directory)!r}: {why}, or another directory"
     told = context.mesh.world.gather_json([fault, dict(ours)])
     if told[0][0]:
         raise ValueError(told[0][0])

@@ -13,7 +13,7 @@ import pytest
 import colossal_lite as cl
 from colossal_lite.many import coordinator
 from colossal_lite.many.build_timetable import QUANTA
-from colossal_lite.many.coordinator import Coordinator
+from colossal_lite.many.coordinator import Coordinator, stop_fault
 from colossal_lite.many.policies import POLICIES
 
 LOST = "CommError: rank 1 has ended"
@@ -399,3 +399,74 @@ def test_a_stopped_task_that_a_kill_left_without_its_last_step_trains_to_it_agai
             name="a", status="stopped", cause="not among the best 1 of 2 at step 6", held_out=None, step=6
         )
         asks.close()
+
+
+@pytest.mark.parametrize("loss", [0.5, 2.0])
+def test_a_task_that_failed_before_a_rung_is_compared_there_when_it_is_tried_again(
+    loss: float, tmp_path: Path
+) -> None:
+    """With all that were there; it alone may fall."""
+    row = dict(decision="rung", rung=6, metrics=dict(b=1.0), kept=["b"], metric="loss", keep=0.5)
+    (tmp_path / "journal.jsonl").write_text(json.dumps(row) + "\n")
+    asks, sent = of_one(tmp_path, 100, stop=cl.Halving(rungs=(6, 9), keep=0.5))
+    asks.hear(0, ran(0, 1))
+    asks.assign()
+    assert sent[1]["to"] == sent[1]["on"] == 6, "the rung holds it up"
+    (tmp_path / "tasks" / "a").mkdir(parents=True)
+    rows = (json.dumps(dict(step=step, loss=loss)) + "\n" for step in range(1, 7))
+    (tmp_path / "tasks" / "a" / "metrics.jsonl").write_text("".join(rows))
+    asks.hear(0, ran(1, 6))
+    told = asks.rows()[0]
+    asks.assign()
+    asks.close()
+    if loss < 1.0:
+        assert told["status"] == "open" and sent[2]["to"] == 9
+        return
+    assert (told["status"], told["cause"]) == ("stopped", "not among the best 1 of 2 at step 6")
+    again = Coordinator(
+        asks.tasks, tmp_path, "fifo", asks.stop, None, devices=1, seed=0, port=0, send=lambda *_: None
+    )
+    assert again.states["a"].cause == told["cause"] and again.states["a"].ends_at == 6, "as before a kill"
+    again.close()
+
+
+RULED = dict(decision="rung", rung=4, metrics=dict(a=1.0), kept=["a"], metric="loss", keep=0.5)
+
+
+@pytest.mark.parametrize(
+    "stop, old, told",
+    [
+        (cl.Halving(rungs=(4, 8), keep=0.5), False, ""),
+        (cl.Halving(rungs=(4,), keep=0.5), False, ""),
+        (cl.Halving(rungs=(4,), keep=0.25), True, ""),
+        (None, True, "legal: a cl.Halving with rungs that begin with [4]"),
+        (None, False, "stop=None: the rungs [4] are decided there; legal: a cl.Halving with metric='loss', keep=0.5"),
+        (cl.Halving(rungs=(4, 8), keep=0.25), False, "keep=0.25"),
+        (cl.Halving(rungs=(4, 8), keep=0.5, metric="held_out"), False, "metric='held_out'"),
+        (cl.Halving(rungs=(8,), keep=0.5), False, "rungs that begin with [4]"),
+        (cl.Halving(rungs=(3, 4), keep=0.5), False, "rungs that begin with [4]"),
+        (cl.Halving(rungs=(4, 5), keep=0.5), False, "past step 5 there; legal: the rungs [4], or later ones from 6 on"),
+        (cl.Halving(rungs=(4, 6), keep=0.5), False, ""),
+    ],
+)  # fmt: skip
+def test_a_rule_that_is_not_that_of_the_decided_rungs_is_refused(
+    stop: cl.Halving | None, old: bool, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "saved_step", lambda *_: 6)
+    kept = {name: value for name, value in RULED.items() if not old or name not in ("metric", "keep")}
+    (tmp_path / "journal.jsonl").write_text(json.dumps(kept) + "\n")
+    task = cl.Task("a", lambda: None, data=[0], steps=12, global_batch=1)  # type: ignore[arg-type,return-value]
+    found = stop_fault(tmp_path, [task], stop)
+    assert told in found if told else not found
+
+
+def test_a_rung_that_a_task_has_passed_is_refused_where_no_rule_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "saved_step", lambda *_: 6)
+    tasks = [cl.Task("a", lambda: None, data=[0], steps=n, global_batch=1) for n in (12, 6)]  # type: ignore[arg-type,return-value]
+    for steps, legal in zip(tasks, ("stop=None, or later ones from 6 on", "stop=None"), strict=True):
+        assert stop_fault(tmp_path, [steps], cl.Halving(rungs=(5,))).endswith(f"legal: {legal}")
+        assert (
+            stop_fault(tmp_path, [steps], None) == stop_fault(tmp_path, [steps], cl.Halving(rungs=(6,))) == ""
+        )

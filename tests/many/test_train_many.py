@@ -182,6 +182,15 @@ def test_on_two_devices_each_task_is_as_alone_beside_tasks_that_fail_and_a_worke
     assert {event["pid"] for event in events} == {0, 1}
 
 
+def other_rules(env: RankEnv, tasks: Sequence[cl.Task], folder: Path) -> list[str]:
+    told = []
+    for stop in (None, cl.Halving(rungs=(4,), keep=0.75)):
+        with pytest.raises(ValueError) as found:
+            together(env, tasks, folder, dict(stop=stop, policy="lrtf", resume=True))
+        told.append(str(found.value))
+    return told
+
+
 def test_a_stopped_run_goes_on_on_another_number_of_devices_and_halves_as_one_that_was_not_stopped(
     expected: Found, tmp_path: Path
 ) -> None:
@@ -191,6 +200,11 @@ def test_a_stopped_run_goes_on_on_another_number_of_devices_and_halves_as_one_th
     assert run_world(together, 1, tasks, folder, how | dict(kills={5: "stop"}), timeout_s=240) == [None]
     assert json.loads((folder / "result.json").read_text())["tasks"][0]["status"] == "open"
     found = run_world(together, 2, tasks, folder, how | dict(resume=True), timeout_s=240)[0]
+    told = run_world(other_rules, 2, tasks, folder, timeout_s=60)
+    assert told[0] == told[1] and len(told[0]) == 2
+    assert all(
+        "legal: a cl.Halving with metric='loss', keep=0.5, rungs that begin with [4]" in t for t in told[0]
+    )
     kept = stop.kept({n: each["losses"][3] for n, each in expected.items()} | {"d": found["d"]["losses"][3]})
     assert {n for n in found if found[n]["status"] == "done"} == {*kept} and len(kept) == 2
     assert_as_alone(found, {n: expected[n] for n in kept if n in expected}, folder)
