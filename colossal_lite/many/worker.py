@@ -132,6 +132,10 @@ class OpenTask:
         """`place`: rank and world of this worker, and where its gang meets."""
         self.task = task
         self.context = order.launch(config, **place)
+        device = self.context.device
+        self._drawing_devices = [device] if device.type == "cuda" else []
+        self._before: Mapping[str, Any] = {}
+        """The generators when its turn began."""
         try:
             copied: dict[int, Any] = {}  # tasks may have one object, and a criterion its model
             is_model = isinstance(task.build, nn.Module)
@@ -187,16 +191,27 @@ class OpenTask:
 
     def _stepped(self, batch: Any) -> StepResult:
         """One step. Raises ValueError for one that draws: other tasks draw between its steps."""
-        device = self.context.device
-        devices = [device] if device.type == "cuda" else []
-        before = states(devices)
+        self._turn_begins()
         result = self.run.step(batch)
-        if name := drawn_between(before, states(devices)):
-            raise ValueError(
-                f"build, criterion: a step draws from {name}, this task's or of one that takes turns with it. Other "
-                f"tasks draw between its steps. Legal: no random numbers in a model or its criterion"
-            )
+        self._turn_ends()
         return result
+
+    def between_turns(self, turn: Callable[[], object]) -> None:
+        """Let others run within a step. Their draws are not this task's. Raises ValueError as `_stepped`."""
+        self._turn_ends()
+        turn()
+        self._turn_begins()
+
+    def _turn_begins(self) -> None:
+        self._before = states(self._drawing_devices)
+
+    def _turn_ends(self) -> None:
+        before, self._before = self._before, {}
+        if name := drawn_between(before, states(self._drawing_devices)):
+            raise ValueError(
+                f"build, criterion: a step draws from {name}. Other tasks draw between its steps. Legal: no random "
+                f"numbers in a model or its criterion"
+            )
 
     def evaluate(self) -> float:
         held_out = data_of(self.task.evaluate, self.context.config.seed, "evaluate")
@@ -312,7 +327,7 @@ class Worker:
             before, takes = held.step, len(requests) > 1
             try:
                 if takes:
-                    take_turns(held.run.engine, partial(turnstile.turn, number))
+                    take_turns(held.run.engine, partial(held.between_turns, partial(turnstile.turn, number)))
                 loss = held.advance(to, ends=False)
             except (Exception, SystemExit) as error:  # before the others go on
                 return self._failed(name, error)

@@ -187,6 +187,20 @@ class Late(torch.nn.Module):
         return loss if self.counting.calls < 4 else loss * torch.rand(())
 
 
+class LateDraws(torch.nn.Module):
+    """A loss whose 16th call and later ones draw, and do not use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls >= 16:
+            torch.rand(())
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def reports_badly(name: str, step: int, metrics: Any) -> Any:
     raise KeyError("my table")
 

@@ -583,6 +583,27 @@ def test_tasks_share_neither_the_draws_of_their_data_nor_the_state_of_their_crit
         assert "build, criterion: a step draws from torch's own generator" in found[name]["cause"]
 
 
+def beside_one_that_draws(env: RankEnv, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Answers for two tasks that take turns, and those of the second by itself afterwards."""
+    staged = partial(task, build=own.deep, config=own.SPILLED)
+    order = Order(
+        (staged("late", criterion=own.LateDraws()), staged("clean")), CONFIG, folder, None,
+        launch_gang, folder / "log", partial(launcher_env.show_one_device, env.rank),
+    )  # fmt: skip
+    worker, place = Worker(order), dict(rank=0, world_size=1)
+    names = ("late", "clean")
+    asked = [dict(do="run", task=name, to=9, evaluates=False, place=place) for name in names]
+    told = worker.answers(asked), worker.answers([asked[1] | dict(to=11)])
+    worker.park_all()
+    return told
+
+
+def test_a_task_that_takes_turns_with_one_that_draws_is_not_blamed(tmp_path: Path) -> None:
+    (late, clean), (after,) = run_world(beside_one_that_draws, 1, tmp_path)[0]
+    assert late["said"] == "failed" and "a step draws from torch's own generator" in late["cause"]
+    assert (clean["said"], after["said"], after["step"]) == ("ran", "ran", 11), clean
+
+
 def reports(env: RankEnv, folder: Path) -> list[str]:
     told = []
     for how in (
