@@ -67,6 +67,8 @@ class RunFacts:
     loss_scale: tuple[float, int] | None = None
     unit_seconds: tuple[tuple[float, float, float], ...] | None = None
     most_samples: int = 0
+    loaded: int = 0
+    """The mark of a state that this rank has loaded by hand: the same on every rank, or nothing is written."""
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,10 @@ class SaveJob:
             (self.directory / name).mkdir()
         except OSError as error:
             return {"name": name, "faults": [f"{error.filename or self.directory}: {error.strerror}"]}
-        return {"name": name, "faults": [], "step": self.facts.step, "samples": self.facts.samples}
+        facts = self.facts
+        return {
+            "name": name, "faults": [], "step": facts.step, "samples": facts.samples, "loaded": facts.loaded
+        }  # fmt: skip
 
     def _mark(self) -> str:
         """The suffix of a hidden name: of this run, and new."""
@@ -132,6 +135,9 @@ class SaveJob:
         theirs = {key: begin[key] for key in mine}
         if mine != theirs:
             return {"faults": [f"rank {rank} saves {mine}, rank 0 {theirs}"]}
+        if self.facts.loaded != begin["loaded"]:
+            told = f"load_full_state_dict: rank {rank} has loaded other values than rank 0, or one has loaded none"
+            return {"faults": [f"{told}; legal: the same state on every rank, after the same step"]}
         found: dict[str, list[dict[str, Any]]] = {}
         at = path
         try:

@@ -106,7 +106,7 @@ class RankComparison:
     _reads: list[BatchRead] = field(default_factory=list)
     _weights: list[Tensor] = field(default_factory=list)
     _rate: float | None = None
-    _loaded: int = 0
+    loaded: int = 0
     """The mark of the last whole state that was loaded by hand."""
     _changed: set[str] = field(default_factory=set)
     _looked_at: dict[str, _Buffer] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class RankComparison:
 
     def restart(self) -> None:
         """All ranks go on from one state, whatever they have left behind."""
-        self._begun, self._left, self._loaded = None, 0, 0
+        self._begun, self._left, self.loaded = None, 0, 0
 
     def add_batch(self, tensors: Mapping[str, Tensor]) -> None:
         """Add the tensors of a batch, those of the whole replica. Costs nothing if a replica is one rank."""
@@ -173,7 +173,7 @@ class RankComparison:
         """Add a whole state that this rank has loaded after so many steps. It is compared until the next load."""
         if self.mesh.world_size > 1:
             marks = (int(fingerprint({name: state[name]}, f"{step}")) for name in sorted(state))
-            self._loaded = 1 + crc32(repr([*marks]).encode()) % (1 << BITS)
+            self.loaded = 1 + crc32(repr([*marks]).encode()) % (1 << BITS)
 
     @contextmanager
     def forward(self, batch: Batch) -> Iterator[None]:
@@ -253,7 +253,7 @@ class RankComparison:
             total += fingerprint(counts) * self._factor(*AXES)
         if self._rate is not None:
             total += crc32(struct.pack("d", self._rate)) * self._factor(*AXES)
-        total += (self._left + self._loaded) * self._factor(*AXES)
+        total += (self._left + self.loaded) * self._factor(*AXES)
         if factor := self._factor(*STAGE):
             total += crc32(bytes(p.requires_grad for p in self._parameters.values())) * factor
         if self._changed:
@@ -309,7 +309,7 @@ class RankComparison:
         reads = [dict(start=read.start, samples=read.samples, ahead=read.ahead) for read in self._reads]
         return dict(
             coords, batches=batches, reads=reads, buffers=marks, left=self._left, read_term=self._read_term(),
-            rate=self._rate, loaded=self._loaded,
+            rate=self._rate, loaded=self.loaded,
             weights=[counts.tolist() for counts in self._weights],
             frozen=[name for name, p in self._parameters.items() if not p.requires_grad],
         )  # fmt: skip

@@ -138,7 +138,7 @@ class Engine:
         self._skips = SkippedSteps(config.optimizer.max_skipped_steps, hides, self._open.loss_scale.fixed)
         self._loop = UserLoop(parts, self._open, self._micro_batches, self._comparison)
         self._reports = EngineReports(parts, self._runtime, self._open, forecast_batch)
-        self._state = EngineState(parts, self._open)
+        self._state = EngineState(parts, self._open, self._comparison)
         self._watch = UpdateWatch(parts, self._state.rest)
         self._at_end = ExitStack()  # runs when the context closes, unless the engine was closed before
         self._switched = ExitStack()  # what torch was switched to for this engine
@@ -404,7 +404,7 @@ class Engine:
 
         Raises ValueError listing every missing, unexpected and misshapen tensor, and then changes nothing. So it does
         for other types than mappings of tensors. Every rank loads the same: the next step compares, and raises
-        RanksDifferError.
+        RanksDifferError. A save before it raises CheckpointError.
         """
         self._refuse_ended("load_full_state_dict")
         self._state.load_full_state_dict(state)

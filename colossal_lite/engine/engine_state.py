@@ -24,6 +24,7 @@ from colossal_lite.checkpoint.checkpointer import Checkpointer, Saving
 from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.checkpoint.run_state import Loaded, RunFacts
 from colossal_lite.checks.model_structure import ModelStructure
+from colossal_lite.checks.rank_comparison import RankComparison
 from colossal_lite.distributed.progress import reason_of
 from colossal_lite.engine.context import Context, noting_faults
 from colossal_lite.engine.engine_parts import EngineParts
@@ -56,11 +57,12 @@ def _saves_failed(head: str, checkpoints: Checkpointer, context: Context, step: 
 class EngineState:
     """The state of one engine. Public names of `Engine` keep their names here, and are documented there."""
 
-    def __init__(self, parts: EngineParts, step: OpenStep) -> None:
+    def __init__(self, parts: EngineParts, step: OpenStep, comparison: RankComparison) -> None:
         """`step` is cleared if its gradients are dropped, and set by a load."""
         built, context, mesh = parts.built, parts.context, parts.context.mesh
         self.mesh = mesh
         self._context, self._step, self._updates, self._parts = context, step, parts.updates, parts
+        self._comparison = comparison
         self._model, self._chunks, self._frozen = built.model, built.chunks, built.frozen
         self.structure = ModelStructure(built.model, speaks=context.is_main)
         self._hooks, self._weights, self._optimizer = parts.hooks, parts.weights, parts.optimizer
@@ -137,7 +139,7 @@ class EngineState:
         facts = RunFacts(
             self._step.number, self._step.samples_before, config.seed, config.values(), own_config(self._model),
             self._optimizer.updates(), extra, self._step.loss_scale.state, self._unit_seconds,
-            self._step.sizes.most,
+            self._step.sizes.most, self._comparison.loaded,
         )  # fmt: skip
         with self.mesh.progress.during("save"):
             held = list(self.full.held())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import colossal_lite as cl
+from colossal_lite.checkpoint.manifest import CheckpointError
 from tests.shared.pool import RankEnv, run_world
 from tests.shared.refusals import told_of
 
@@ -102,6 +103,33 @@ def test_ranks_that_load_other_states_are_refused_at_the_next_step(kind: str, st
             "load_full_state_dict: rank 1 has loaded other values than rank 0" in each for each in told
         )
         assert abs(loss - truth) < 1e-12
+
+
+def saved_apart(env: RankEnv, kind: str, folder: str) -> tuple[str, list[str]]:
+    """What saves say after ranks have loaded otherwise, and what was written before and after all load the same."""
+    with env.launch(SGD | dict(zero=dict(stage=2))) as context:
+        engine = cl.initialize(model(), context=context, criterion=nn.MSELoss())
+        engine.train_step(batch(env.rank))
+        state = engine.full_state_dict()
+        factor = LOADS[kind](env.rank)
+        if factor is not None:
+            engine.load_full_state_dict({name: value * factor for name, value in state.items()})
+        with pytest.raises(CheckpointError) as refused:
+            engine.save(folder).wait()
+        written = [path.name for path in Path(folder).glob("step-*")]
+        engine.load_full_state_dict(state)
+        engine.save(folder).wait()
+        engine.train_step(batch(env.rank))
+        engine.save(folder).wait()
+    return str(refused.value), [*written, *sorted(path.name for path in Path(folder).glob("step-*"))]
+
+
+@pytest.mark.parametrize("kind", LOADS)
+def test_a_save_of_states_that_differ_between_ranks_writes_nothing(kind: str, tmp_path: Path) -> None:
+    """It once wrote a mix of them: each rank its own part."""
+    for told, written in run_world(saved_apart, 2, kind, str(tmp_path / "saved")):
+        assert "load_full_state_dict: rank 1 has loaded other values than rank 0" in told, told
+        assert written == ["step-00000001", "step-00000002"]
 
 
 # ---- weights alone, of a checkpoint that does not fit ----
