@@ -68,7 +68,7 @@ class RunFacts:
     unit_seconds: tuple[tuple[float, float, float], ...] | None = None
     most_samples: int = 0
     loaded: int = 0
-    """The mark of a state that this rank has loaded by hand: the same on every rank, or nothing is written."""
+    """The mark of a state that this rank has loaded by hand. Nothing is written if ranks have other ones."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _claim(
     goes_on: Callable[[], str],
 ) -> None:  # fmt: skip
     """Take the directory for these tasks. Raises ValueError on every rank if it is not theirs. `goes_on`: why they
-    cannot go on from what is there, or ""."""
+    cannot go on from its files, or ""."""
     fault = ""
     if context.is_main:
         fault = _refused(claims, ours, directory, resume)
