@@ -264,6 +264,23 @@ def test_a_gradient_of_outputs_that_is_not_linear_is_refused_where_ranks_have_pa
             assert told == "" and is_equal(state, truth)
 
 
+def small_gradients(env: RankEnv) -> str:
+    config: dict[str, Any] = dict(precision="fp16", optimizer=dict(type="sgd", lr=0.1), seed=3, timeout_s=30)
+    with env.launch(config) as context:
+        engine = cl.initialize(nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64)), context=context)
+        words, labels = torch.randint(64, (2, 2048, 8), generator=torch.Generator().manual_seed(env.rank))
+
+        def step() -> None:
+            engine.backward(F.cross_entropy(engine(words).float().flatten(0, 1), labels.flatten()))
+            engine.step()
+
+        return told_of(step)
+
+
+def test_gradients_that_fp16_rounds_to_few_digits_are_linear() -> None:
+    assert run_world(small_gradients, 2) == ["", ""]
+
+
 def uneven(env: RankEnv) -> str:
     with env.launch(SGD) as context:
         engine = cl.initialize(model(), context=context)

@@ -111,7 +111,9 @@ valid = section(
     ),
     zero=section(stage=st.integers(0, 3), sum_order=st.sampled_from(["fast", "ordered"])),
     memory=section(
-        placement=st.sampled_from(["device", "host", "auto"]), device_budget=budget, disk_dir=st.text()
+        placement=st.sampled_from(["device", "host", "auto"]),
+        device_budget=budget,
+        disk_dir=st.text(min_size=1),
     ),
     precision=st.sampled_from(["fp64", "fp32", "bf16", "fp16"])
     | section(dtype=st.sampled_from(["bf16", "fp16"]), loss_scale=st.just("dynamic") | positive),
