@@ -22,8 +22,6 @@ hidden by the other.  The policy chooses both.  A task that the end of the run w
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +31,7 @@ from typing import Any, Literal
 from colossal_lite.config.config import Config
 from colossal_lite.many.build_timetable import Quantum
 from colossal_lite.many.jobs import Job, block_of, spread_s
+from colossal_lite.many.journal import Journal, journal_rows
 from colossal_lite.many.policies import POLICIES, Candidate, Choose, Moment, PolicyName
 from colossal_lite.many.results import losses_of, metric_of
 from colossal_lite.many.task import Halving, Task
@@ -47,7 +46,6 @@ HANGS_S = 30.0
 """When a worker of a gang is lost, the others have so long to notice it. Then they are ended."""
 MOST_DEATHS = 3
 """Workers in a row that may die over one step of a task."""
-JOURNAL = "journal.jsonl"
 Status = Literal["open", "done", "stopped", "failed"]
 OnReport = Callable[[str, int, Mapping[str, float | None]], Literal["go", "stop"] | None]
 
@@ -90,49 +88,6 @@ class TaskState:
     """The name of its frozen weights, if it states one."""
     has_stages: bool = False
     """Whether it may take turns with another task: not if it had no room beside one."""
-
-
-class Journal:
-    """Rows of JSON, each on disk before the next."""
-
-    def __init__(self, directory: Path) -> None:
-        self._file = (directory / JOURNAL).open("a", encoding="utf-8")
-
-    def write(self, **row: Any) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def journal_rows(directory: Path) -> list[dict[str, Any]]:
-    """What a journal says; a last line that a kill cut short is left out."""
-    path = directory / JOURNAL
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def stop_fault(directory: Path, tasks: Sequence[Task], stop: Halving | None) -> str:
-    """Why this rule cannot go on from the rungs of a directory; "" if it can. The rows of old journals tell no rule."""
-    rows = [row for row in journal_rows(directory) if row["decision"] == "rung"]
-    decided = sorted({row["rung"] for row in rows})
-    rules = {(row["metric"], row["keep"]) for row in rows if "metric" in row}
-    last = max(decided, default=0)
-    rungs = [] if stop is None else [*stop.rungs]
-    ours = set() if stop is None else {(stop.metric, float(stop.keep))}
-    if [rung for rung in rungs if rung <= last] != decided or (rules and ours != rules):
-        rule = "".join(f"metric={metric!r}, keep={keep!r}, " for metric, keep in sorted(rules))
-        was = f"{rule}rungs that begin with {decided}"
-        return f"stop={stop!r}: the rungs {decided} are decided there; legal: a cl.Halving with {was}"
-    at = {task.name: saved_step(directory, task.name) for task in tasks}
-    first, most = next((rung for rung in rungs if rung > last), 0), max(at.values())
-    if first and (past := [name for name, step in at.items() if step > first]):
-        none = f"the rungs {decided}" if decided else "stop=None"
-        legal = f"{none}, or later ones from {most} on" if most < max(task.steps for task in tasks) else none
-        return f"stop.rungs={tuple(rungs)}: {past[0]!r} is past step {first} there; legal: {legal}"
-    return ""
 
 
 @dataclass

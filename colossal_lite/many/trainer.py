@@ -13,7 +13,7 @@ from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.stopping import STOPPED, Stopped
 from colossal_lite.many.build_timetable import Quantum
-from colossal_lite.many.coordinator import Coordinator, OnReport, stop_fault
+from colossal_lite.many.coordinator import Coordinator, OnReport
 from colossal_lite.many.devices import (
     END_S,
     Device,
@@ -24,6 +24,7 @@ from colossal_lite.many.devices import (
     poll,
     relay,
 )
+from colossal_lite.many.journal import stop_fault
 from colossal_lite.many.live_table import LiveTable
 from colossal_lite.many.policies import PolicyName
 from colossal_lite.many.results import ManyResult, read_result, write_result

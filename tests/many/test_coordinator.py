@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 import colossal_lite as cl
-from colossal_lite.many import coordinator
+from colossal_lite.many import coordinator, journal
 from colossal_lite.many.build_timetable import QUANTA
-from colossal_lite.many.coordinator import Coordinator, stop_fault
+from colossal_lite.many.coordinator import Coordinator
+from colossal_lite.many.journal import stop_fault
 from colossal_lite.many.policies import POLICIES
 
 LOST = "CommError: rank 1 has ended"
@@ -452,7 +453,7 @@ RULED = dict(decision="rung", rung=4, metrics=dict(a=1.0), kept=["a"], metric="l
 def test_a_rule_that_is_not_that_of_the_decided_rungs_is_refused(
     stop: cl.Halving | None, old: bool, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "saved_step", lambda *_: 6)
+    monkeypatch.setattr(journal, "saved_step", lambda *_: 6)
     kept = {name: value for name, value in RULED.items() if not old or name not in ("metric", "keep")}
     (tmp_path / "journal.jsonl").write_text(json.dumps(kept) + "\n")
     task = cl.Task("a", lambda: None, data=[0], steps=12, global_batch=1)  # type: ignore[arg-type,return-value]
@@ -463,7 +464,7 @@ def test_a_rule_that_is_not_that_of_the_decided_rungs_is_refused(
 def test_a_rung_that_a_task_has_passed_is_refused_where_no_rule_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "saved_step", lambda *_: 6)
+    monkeypatch.setattr(journal, "saved_step", lambda *_: 6)
     tasks = [cl.Task("a", lambda: None, data=[0], steps=n, global_batch=1) for n in (12, 6)]  # type: ignore[arg-type,return-value]
     for steps, legal in zip(tasks, ("stop=None, or later ones from 6 on", "stop=None"), strict=True):
         assert stop_fault(tmp_path, [steps], cl.Halving(rungs=(5,))).endswith(f"legal: {legal}")
