@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import colossal_lite as cl
 from colossal_lite.checkpoint.manifest import CheckpointError
+from colossal_lite.engine.engine import Engine
 from tests.shared.pool import RankEnv, run_world
 from tests.shared.refusals import told_of
 
@@ -72,16 +73,22 @@ LOADS: dict[str, Callable[[int], float | None]] = {
 }
 
 
+def load_apart(engine: Engine, kind: str, rank: int) -> dict[str, Tensor]:
+    """Load other states on ranks after a step; the state before."""
+    engine.train_step(batch(rank))
+    state = engine.full_state_dict()
+    factor = LOADS[kind](rank)
+    if factor is not None:
+        engine.load_full_state_dict({name: value * factor for name, value in state.items()})
+    return state
+
+
 def loaded_apart(env: RankEnv, kind: str, stage: int) -> tuple[list[str], float, float]:
     """What a step and an evaluation say after ranks have loaded otherwise. The loss after all have loaded the same, and
     that of torch alone."""
     with env.launch(SGD | dict(zero=dict(stage=stage))) as context:
         engine = cl.initialize(model(), context=context, criterion=nn.MSELoss())
-        engine.train_step(batch(env.rank))
-        state = engine.full_state_dict()
-        factor = LOADS[kind](env.rank)
-        if factor is not None:
-            engine.load_full_state_dict({name: value * factor for name, value in state.items()})
+        state = load_apart(engine, kind, env.rank)
         told = [
             told_of(lambda: engine.train_step(batch(env.rank))),
             told_of(lambda: engine.eval_step(batch(env.rank))),
@@ -109,11 +116,7 @@ def saved_apart(env: RankEnv, kind: str, folder: str) -> tuple[str, list[str]]:
     """What saves say after ranks have loaded otherwise, and what was written before and after all load the same."""
     with env.launch(SGD | dict(zero=dict(stage=2))) as context:
         engine = cl.initialize(model(), context=context, criterion=nn.MSELoss())
-        engine.train_step(batch(env.rank))
-        state = engine.full_state_dict()
-        factor = LOADS[kind](env.rank)
-        if factor is not None:
-            engine.load_full_state_dict({name: value * factor for name, value in state.items()})
+        state = load_apart(engine, kind, env.rank)
         with pytest.raises(CheckpointError) as refused:
             engine.save(folder).wait()
         written = [path.name for path in Path(folder).glob("step-*")]
