@@ -2,8 +2,8 @@
 
 Note: two exchanges at most.  Each rank sends a digest of its layers.  Only if these differ do ranks send the layers
 themselves, to name the first that differs.  Values are compared by a digest of each tensor.  Configs of our models
-and of Hugging Face's are compared too. Settings of layers that a user has written are not: ranks may have reasons for
-other ones.
+and of Hugging Face's are compared too.  Settings of layers that a user has written are not: ranks may have reasons
+for other ones.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def _configs_of(module: nn.Module) -> dict[str, str]:
 
 
 def _settings(value: Any) -> Any:
-    """A value of a config without what may differ between ranks: paths of its files, addresses of objects."""
+    """A value of a config without what may differ between ranks: order, paths of its files, addresses."""
     if isinstance(value, Mapping):
         names = [name for name in value if not str(name).startswith("_") and name != "transformers_version"]
-        return {name: _settings(value[name]) for name in names}
+        return {name: _settings(value[name]) for name in sorted(names, key=str)}
     if isinstance(value, list | tuple):
         return [_settings(each) for each in value]
     if isinstance(value, set | frozenset):

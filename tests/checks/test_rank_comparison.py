@@ -351,7 +351,8 @@ def test_another_config_of_a_model_of_ours_is_refused(field: str, value: Any) ->
 
 
 def other_hugging_face_config(env: RankEnv, field: str, value: Any) -> str:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     sizes = dict(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
@@ -370,3 +371,20 @@ def test_another_config_of_a_model_of_hugging_face_is_refused(field: str, value:
 
 def test_where_a_config_was_read_from_is_no_setting() -> None:
     assert run_world(other_hugging_face_config, 2, "name_or_path", "/of/this/node") == ["", ""]
+
+
+def config_in_another_order(env: RankEnv) -> str:
+    import transformers
+
+    labels = {1: "second", 0: "first"} if env.rank else {0: "first", 1: "second"}
+    shape = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        id2label=labels,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with env.launch(SGD) as context:
+        return told_of(lambda: cl.initialize(transformers.LlamaForCausalLM(shape), context=context))
+
+
+def test_the_order_of_a_config_s_keys_is_no_setting() -> None:
+    assert run_world(config_in_another_order, 2) == ["", ""]
