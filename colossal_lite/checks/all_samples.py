@@ -5,7 +5,7 @@ A contrastive loss of one rank's samples is not that of the whole batch.  So whe
 the second derivative of their losses.  The gradient at one sample must not depend on another.  A loss that cannot be
 differentiated twice shows nothing, and neither does one by labels alone.
 
-Note: a gradient that bends.
+Note: a gradient that is not linear.
 Backward starts from a loss of a part of the samples.  So a hook on an output, or an autograd.Function in the loss, sees
 another gradient than in one process.  It must be linear, as in checks/linear_hooks.py.
 
@@ -33,7 +33,7 @@ from torch.autograd.graph import GradientEdge
 from colossal_lite.distributed.autograd_collectives import join
 from colossal_lite.distributed.communicator import Communicator
 
-Fault = Literal["couples", "bends"]
+Fault = Literal["couples", "nonlinear"]
 SEED = 1024.0
 """Two backwards of a look start from it, and from its inverse."""
 
@@ -92,7 +92,7 @@ class AllSamples:
                 if _couples(loss, outputs):
                     return "couples"
             with suppress(RuntimeError, NotImplementedError):  # it has no first one to be looked at
-                return None if _is_linear(loss, list(front)) else "bends"
+                return None if _is_linear(loss, list(front)) else "nonlinear"
         return None
 
     @contextmanager

@@ -255,7 +255,7 @@ class UserLoop:
         """Raises ValueError for a `loss` between samples of this rank, where others have more, in steps that look. So
         for one whose gradient is not linear."""
         fault = self._all_samples.fault(loss, self._forwards)
-        if fault == "bends":
+        if fault == "nonlinear":
             raise ValueError(
                 f"backward: the gradient of the loss at outputs of engine(x) is not linear, as other starts show. A "
                 f"hook on an output, or an autograd.Function in the loss, changes it. Each rank has a part of the "

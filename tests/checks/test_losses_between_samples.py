@@ -230,34 +230,34 @@ def clipped_by_hook(z: Tensor) -> Tensor:
     return z
 
 
-BENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+NONLINEAR: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "hook": lambda z, labels: F.cross_entropy(clipped_by_hook(z), labels),
     "function": lambda z, labels: F.cross_entropy(Clipped.apply(z), labels),  # type: ignore[no-untyped-call]
     "fused": lambda z, labels: Fused.apply(z, labels),  # type: ignore[no-untyped-call]
 }
 
 
-def bent(env: RankEnv, name: str) -> tuple[str, dict[str, Tensor]]:
+def trained_by(env: RankEnv, name: str) -> tuple[str, dict[str, Tensor]]:
     """What a step says, and the weights after three."""
     with env.launch(SGD) as context:
         engine = cl.initialize(model(), context=context)
         ids, _, labels = (x.chunk(env.world_size)[env.rank] for x in batch())
 
         def step() -> None:
-            engine.backward(BENT[name](engine(ids), labels))
+            engine.backward(NONLINEAR[name](engine(ids), labels))
             engine.step()
 
         told = told_of(lambda: [step() for _ in range(3)])
         return told, engine.full_state_dict()
 
 
-@pytest.mark.parametrize("name", BENT)
+@pytest.mark.parametrize("name", NONLINEAR)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_gradient_of_outputs_that_is_not_linear_is_refused_where_ranks_have_parts(
     name: str, ranks: int
 ) -> None:
-    truth = plain(lambda given: BENT[name](given(batch()[0]), batch()[2]))
-    for told, state in run_world(bent, ranks, name):
+    truth = plain(lambda given: NONLINEAR[name](given(batch()[0]), batch()[2]))
+    for told, state in run_world(trained_by, ranks, name):
         if ranks == 2 and name != "fused":
             assert "the gradient of the loss at outputs of engine(x) is not linear" in told
         else:
