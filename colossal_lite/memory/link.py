@@ -36,8 +36,13 @@ class Transfer:
         """`begin`: the work, which returns the event of its end, or None where it has ended."""
         self.link, self.after, self.size_bytes = link, tuple(after), size_bytes
         self._begin: Callable[[], Event | None] | None = begin
-        self.future: Future[Event | None] = Future()
-        """What `begin` has returned or raised."""
+        self._is_handed = False
+        self.error: BaseException | None = None
+        """What `begin` has raised."""
+        self._event: Event | None = None  # what it has returned
+        self._until_handed = threading.Lock()
+        self._until_handed.acquire()
+        self._watched_by: list[Link] = []
         self.is_prefetch = is_prefetch
         """Whether demanded copies may overtake it: no thread waits for it, and no later copy relies on its order."""
         self.is_revoked = False
@@ -84,7 +89,7 @@ class Transfer:
             self.is_revoked = True
             link._changed.notify_all()
         self._begin = None
-        self.future.set_result(None)
+        self._hand()
         return True
 
     def serve(self) -> None:
@@ -92,13 +97,20 @@ class Transfer:
         begin, self._begin = self._begin, None
         assert begin is not None, "the copy was served or revoked before"
         try:
-            event = begin()
+            self._event = begin()
         except BaseException as error:
-            self.future.set_exception(error)
-            if not isinstance(error, Exception):  # an interrupt of the requesting thread
-                raise
-        else:
-            self.future.set_result(event)
+            self.error = error
+        self._hand()
+
+    def _hand(self) -> None:
+        self._is_handed = True
+        self._until_handed.release()
+        for link in self._watched_by:
+            link.wake()
+
+    def watch(self, link: Link) -> None:
+        """Wake the thread of `link` when this is handed. Whether it is already, ask after this call."""
+        self._watched_by.append(link)
 
     def roots(self) -> Iterator[Transfer]:
         """The copies that must end before its successors begin: itself, or, if revoked, those that it comes after."""
@@ -117,16 +129,17 @@ class Transfer:
     @property
     def is_handed(self) -> bool:
         """Whether its executor was given it, or it has ended or was revoked."""
-        return self.future.done()
+        return self._is_handed
 
     def handed(self) -> Event | None:
         """Wait until its executor was given it: the event of its end, or None where it has ended."""
-        try:
-            return self.future.result(timeout=self.link.timeout_s)
-        except TimeoutError as error:
-            if self.is_handed:  # the copy's own
-                raise
-            raise self.link.late() from error
+        if not self.is_handed:
+            if not self._until_handed.acquire(timeout=self.link.timeout_s):
+                raise self.link.late()
+            self._until_handed.release()
+        if self.error is not None:
+            raise self.error
+        return self._event
 
 
 class Link:
@@ -145,6 +158,8 @@ class Link:
         self._changed = threading.Condition()
         self._queue: dict[Transfer, None] = {}  # in the order of the requests
         self._serving = 0
+        self._is_turning = False  # whether a thread serves the queue, or is about to
+        self._waits = False  # whether it waits for what comes before
         self._last: Transfer | None = None  # the last that the executor was given
 
     @property
@@ -187,11 +202,15 @@ class Link:
                 self._serving += 1
             else:
                 self._queue[transfer] = None
-                self._changed.notify_all()  # it may overtake what the thread waits for
+                begins, self._is_turning = not self._is_turning, True
+                if self._waits:
+                    self._changed.notify_all()  # it may overtake what the thread waits for
         if is_next:
             self._serve(transfer)
-        else:
-            self._thread.submit(self._turn)
+            if transfer.error is not None and not isinstance(transfer.error, Exception):
+                raise transfer.error  # an interrupt of this thread
+        elif begins:
+            self._thread.submit(self._turns)
         if then is not None and self.executor.on_stream:
             transfer.told = self._teller.submit(transfer.tell, then)
         return transfer
@@ -215,11 +234,13 @@ class Link:
             warnings.warn(
                 f"{self.late()}; it is left behind, and what it was to write may be old", stacklevel=2
             )
+            with self._changed:
+                self._queue.clear()
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._teller.shutdown(wait=False, cancel_futures=True)
             return
         self._thread.shutdown()
-        if self.executor.on_stream and self._last is not None and self._last.future.exception() is None:
+        if self.executor.on_stream and self._last is not None and self._last.error is None:
             self._last.finish()
         self._teller.shutdown()
 
@@ -230,9 +251,9 @@ class Link:
 
     # ---- order ----
 
-    def _turn(self) -> None:
-        """Serve one waiting copy; there may be none left, if one was revoked."""
-        if (transfer := self._take()) is not None:
+    def _turns(self) -> None:
+        """Serve copies until none is left."""
+        while (transfer := self._take()) is not None:
             self._serve(transfer)
 
     def _take(self) -> Transfer | None:
@@ -240,21 +261,25 @@ class Link:
         end_s, watched = time.monotonic() + self.timeout_s, set[Transfer]()
         with self._changed:
             while self._queue:
-                # Asked once: a copy that is handed after this wakes the thread, which has watched it before it waits.
-                missing = {each: set(_missing(each)) for each in self._candidates()}
+                # Of each candidate the last that is missing is watched: as a rule it ends last.
+                # Then all are asked again. So a copy that is handed after that wakes the thread.
+                missing = {each: [*_missing(each)] for each in self._candidates()}
                 found = next((each for each, roots in missing.items() if not roots), None)
                 if found is None and (left_s := end_s - time.monotonic()) > 0:
-                    new = set[Transfer]().union(*missing.values()) - watched
+                    new = {roots[-1] for roots in missing.values()} - watched
                     watched |= new
                     for root in new:
-                        root.future.add_done_callback(self._wake)
+                        root.watch(self)
                     if not new:
+                        self._waits = True
                         self._changed.wait(left_s)
+                        self._waits = False
                     continue
                 found = found or [*missing][-1]
                 del self._queue[found]
                 self._serving += 1
                 return found
+            self._is_turning = False
         return None
 
     def _candidates(self) -> tuple[Transfer, ...]:
@@ -273,7 +298,8 @@ class Link:
                 self._last = transfer
                 self._changed.notify_all()
 
-    def _wake(self, _: object) -> None:
+    def wake(self) -> None:
+        """A copy that this link's thread may wait for has ended."""
         with self._changed:
             self._changed.notify_all()
 

@@ -117,6 +117,18 @@ def test_a_copy_that_was_interrupted_is_over_for_whoever_waits_or_closes() -> No
     assert time.monotonic() - start < 30.0
 
 
+def test_an_interrupt_of_who_asks_for_a_copy_on_a_stream_is_raised_there_and_told_to_whoever_waits() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt("planted")
+
+    link = Link("up", StreamExecutor(torch.device("cuda", 0), Recorder()))
+    with pytest.raises(KeyboardInterrupt, match="planted"):
+        link.run(interrupted, 8)
+    after = link.run(lambda: None, 8)
+    after.finish()
+    link.close()
+
+
 # ---- who goes first ----
 
 
@@ -161,10 +173,25 @@ def test_a_demanded_copy_that_waits_for_another_link_lets_only_older_prefetches_
     into = held.ask("up", "into", after=(out,))
     younger = held.ask("up", "younger", **AHEAD)
     held.let()
-    assert older.future.result(timeout=10) is None
+    assert older.handed() is None
     assert held.ran == ["older"] and not into.is_handed and not younger.is_handed
     down.let()
     assert held.close() == ["older", "into", "younger"] and down.close() == ["out"]
+
+
+def test_a_demanded_copy_that_comes_later_passes_a_prefetch_that_the_thread_waits_for() -> None:
+    held = Held("down")
+    out = held.ask("down", "out")
+    up = Link("up", ThreadExecutor(), timeout_s=10.0)
+    waiting = up.run(lambda: None, 0, after=(out,), prefetch=True)
+    start = time.monotonic()
+    while not up._waits and time.monotonic() - start < 5.0:
+        time.sleep(0.001)
+    demanded = up.run(lambda: None, 0)
+    demanded.handed()
+    assert not waiting.is_handed and time.monotonic() - start < 5.0
+    assert held.close() == ["out"]
+    up.close()
 
 
 def test_who_waits_for_a_prefetch_puts_it_and_what_it_comes_after_in_demand_over_every_link() -> None:
@@ -244,11 +271,11 @@ class EndsUnseen(Transfer):
 
     @property
     def is_handed(self) -> bool:
-        ended = self.future.done()
+        ended = super().is_handed
         if not ended and threading.current_thread() is not threading.main_thread():
             self.asked += 1
             if self.asked == 2:
-                self.future.set_result(None)
+                self._hand()
         return ended
 
 
@@ -257,9 +284,10 @@ def test_a_copy_whose_predecessor_ends_while_it_is_looked_at_begins(links: list[
     other, link = Link("down", ThreadExecutor()), Link("up", ThreadExecutor(), timeout_s=5.0)
     links += [other, link]
     before = EndsUnseen(other, lambda: None, (), False, 0)
+    start = time.monotonic()
     copy = link.run(lambda: None, 0, after=(before,))
-    copy.future.result(timeout=2.5)
-    assert before.is_handed and copy.is_handed
+    copy.handed()
+    assert before.is_handed and time.monotonic() - start < 2.5, "not at the end of the link's time"
 
 
 def test_a_copy_that_was_made_keeps_neither_its_tensors_nor_the_copies_before_it() -> None:
@@ -489,8 +517,8 @@ def test_each_thread_of_a_link_sets_the_device_that_it_copies_for() -> None:
     """Else leaving a stream would set device 0 there, and each other rank would hold memory on it."""
     recorder, device = Recorder(), torch.device("cuda", 1)
     link = Link("up", StreamExecutor(device, recorder))
-    link._thread.submit(link._turn).result(timeout=10)
-    link._teller.submit(link._turn).result(timeout=10)
+    link._thread.submit(link._turns).result(timeout=10)
+    link._teller.submit(link._turns).result(timeout=10)
     link.close()
     assert {name.rpartition("_")[0]: found for name, found in recorder.devices.items()} == {
         "link-up": device, "link-up-ends": device

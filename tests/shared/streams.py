@@ -222,14 +222,12 @@ class Recorder:
                         recorder.note("record", recorder.thread, "served", ends.number)
 
                 super().__init__(on, watched, *form)
-                result = self.future.result
+                self._ends = ends
 
-                def known(timeout: float | None = None) -> Any:
-                    found = result(timeout)
-                    recorder.note("know", recorder.thread, "what is served", ends.number)
-                    return found
-
-                self.future.result = known  # type: ignore[method-assign]
+            def handed(self) -> Any:
+                found = super().handed()
+                recorder.note("know", recorder.thread, "what is served", self._ends.number)
+                return found
 
         read, write = DiskFile.read, DiskFile.write
 
