@@ -10,7 +10,9 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
+from math import inf
 
 
 def round_up(numel: int, multiple: int) -> int:
@@ -66,27 +68,32 @@ def pack_intervals(intervals: Sequence[LiveInterval]) -> tuple[tuple[int, ...], 
         lambda one: (-one.stop, -one.numel),
     )
     least, best = most_held(intervals), _first_fit(intervals, orders[0])
+    assert best is not None
     for order in orders[1:]:
         if best[1] == least:
             break
-        best = min(best, _first_fit(intervals, order), key=lambda found: found[1])
+        best = _first_fit(intervals, order, below=best[1]) or best
     return best
 
 
 def _first_fit(
-    intervals: Sequence[LiveInterval], order: Callable[[LiveInterval], tuple[int, int]]
-) -> tuple[tuple[int, ...], int]:
+    intervals: Sequence[LiveInterval],
+    order: Callable[[LiveInterval], tuple[int, int]],
+    below: float = inf,
+) -> tuple[tuple[int, ...], int] | None:
+    """None, as soon as that is known, for an arena that would not be smaller than `below`."""
     begin = min((one.start for one in intervals), default=0)
     offsets = [0] * len(intervals)
     placed: list[tuple[int, int, int]] = []  # by offset: start, stop, and the moments in which it exists
     for i in sorted(range(len(intervals)), key=lambda i: order(intervals[i])):
         numel, mask, offset = intervals[i].numel, intervals[i].mask(begin), 0
         for start, stop, held in placed:
-            if mask & held:
+            if stop > offset and mask & held:
                 if offset + numel <= start:
                     break
-                if stop > offset:
-                    offset = stop
+                offset = stop
+        if offset + numel >= below:
+            return None
         offsets[i] = offset
         insort(placed, (offset, offset + numel, mask))
     ends = [offset + one.numel for offset, one in zip(offsets, intervals, strict=True)]
@@ -146,7 +153,12 @@ def pack_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_
     """Pack all live ranges into one arena, each on a multiple of `align_bytes`. Those that no others overlap in time
     are packed by themselves. Kinds lie one behind the other where that takes less than packing them together. Live
     ranges of no bytes are left out."""
-    some = tuple(live_range for live_range in live_ranges if live_range.bytes)
+    return _packed(tuple(live_range for live_range in live_ranges if live_range.bytes), align_bytes)
+
+
+@lru_cache(maxsize=64)
+def _packed(some: tuple[LiveRange, ...], align_bytes: int) -> ArenaPlan:
+    """A plan asks for the same arena several times."""
     sized = [live_range.sized(align_bytes) for live_range in some]
     offsets, total = [0] * len(some), 0
     for mine in _at_other_times(some):
