@@ -6,8 +6,9 @@ the second derivative of their losses.  The gradient at one sample must not depe
 differentiated twice shows nothing, and neither does one by labels alone.
 
 Note: a gradient that is not linear.
-Backward starts from a loss of a part of the samples.  So a hook on an output, or an autograd.Function in the loss, sees
-another gradient than in one process.  It must be linear, as in checks/linear_hooks.py.
+Backward starts from a loss of a part of the samples, or from a multiple of the loss.  So a hook on an output, or an
+autograd.Function in the loss, sees another gradient than in one process.  It must be linear, as in
+checks/linear_hooks.py.
 
 Note: the steps that look.
 Loops change their loss: a term begins after a warm-up, or its weight grows from 0.  The first shows as other
@@ -23,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from torch.autograd.graph import GradientEdge
 
 from colossal_lite.distributed.autograd_collectives import join
 from colossal_lite.distributed.communicator import Communicator
+from colossal_lite.numerics.retained_gradients import retained_gradients_kept
 
 Fault = Literal["couples", "nonlinear"]
 SEED = 1024.0
@@ -45,7 +46,6 @@ class AllSamples:
         self._comm = comm
         self._weight = float(comm.size)
         self._key = f"outputs of {id(self)}"  # among the metadata of nodes
-        self._given: list[ref[Tensor]] = []  # the outputs of this step, while someone has them
         self._step = 1
         self._known = set[int]()  # hashes of the operations of losses that were looked at
 
@@ -66,20 +66,22 @@ class AllSamples:
         """Mark those `outputs` of a forward that have a row for each of its samples. Then `fault` finds them."""
         for x in outputs:
             node: Any = x.grad_fn
-            if self._comm.size > 1 and node is not None and x.dim() and len(x) == rows:
-                self._given.append(ref(x))
+            if node is not None and x.dim() and len(x) == rows:
                 node.metadata.setdefault(self._key, {})[x.output_nr] = rows
 
     def next_step(self) -> None:
         """Count a step, for `fault`."""
         self._step += 1
-        self._given.clear()
 
-    def fault(self, loss: Tensor, forwards: Sequence[tuple[int, int]]) -> Fault | None:
+    def fault(
+        self, loss: Tensor, forwards: Sequence[tuple[int, int]], *, own_loss: bool = True
+    ) -> Fault | None:
         """Whether the gradient of `loss` at one row of the outputs depends on other rows, which were not gathered. Or
         whether it is not linear in what backward starts from. None in steps that do not look.
-        `forwards`: numbers of the nodes that each forward has made."""
-        if self._comm.size == 1 or not loss.requires_grad:
+        `forwards`: numbers of the nodes that each forward has made. `own_loss`: backward starts from the loss as it
+        is, so on one rank nothing is wrong."""
+        is_cut = self._comm.size > 1
+        if not loss.requires_grad or (own_loss and not is_cut):
             return None
         front, operations = self._front(loss, forwards)
         is_known = operations in self._known
@@ -89,7 +91,7 @@ class AllSamples:
         outputs = [edge for edge, rows in front.items() if rows > 1]
         with self._aside():
             with suppress(RuntimeError, NotImplementedError):  # it has no second derivative
-                if _couples(loss, outputs):
+                if is_cut and _couples(loss, outputs):
                     return "couples"
             with suppress(RuntimeError, NotImplementedError):  # it has no first one to be looked at
                 return None if _is_linear(loss, list(front)) else "nonlinear"
@@ -97,16 +99,13 @@ class AllSamples:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Context of a look: what was gathered may couple samples, and outputs keep the gradients that they retain."""
-        given = [x for each in self._given if (x := each()) is not None and x.retains_grad]
-        kept = [x.grad for x in given]
+        """Context of a look: what was gathered may couple samples, and tensors keep the gradients that they retain."""
         self._weight = 0.0
         try:
-            yield
+            with retained_gradients_kept():
+                yield
         finally:
             self._weight = float(self._comm.size)
-            for x, gradient in zip(given, kept, strict=True):
-                x.grad = gradient
 
     def _front(
         self, loss: Tensor, forwards: Sequence[tuple[int, int]]

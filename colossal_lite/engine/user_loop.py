@@ -64,7 +64,6 @@ class UserLoop:
         """Names of the parameters that this rank has in part, or not at all outside of forward."""
         self._all_samples = AllSamples(self._mesh.axis("data"))
         self._scaled = ScaledLoss()
-        self._divides = self._mesh.size("data") > 1
         self._rows = 0  # samples of this rank in the micro-batch at hand
         self._forwards: list[tuple[int, int]] = []
         """Numbers of the nodes of autograd that each forward of this step has made."""
@@ -111,12 +110,12 @@ class UserLoop:
         """The model's outputs, with logits gathered over vocabulary, tokens and samples, and without padding. On a
         sequence axis so are other tensors of all tokens. A loss may read these, and those that all tensor ranks have
         alike. Raises ValueError for outputs without logits, where ranks have parts of them."""
-        if torch.is_grad_enabled() and (self._not_whole or self._divides):
+        if torch.is_grad_enabled():
             self._forwards.append((self._first_node, _next_node()))
         if self._streams.has_drawn:  # the next forward of this step draws other masks
             self._step.samples += self._samples
         found = self._found_outputs(outputs)
-        if self._divides and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._all_samples.note([x for x in tree_leaves(found) if isinstance(x, Tensor)], self._rows)
         return found
 
@@ -187,8 +186,8 @@ class UserLoop:
             )
         self._scaled.refuse(loss)
         self._refuse_reads(loss)
-        self._refuse_coupling(loss)
         step = self._step
+        self._refuse_coupling(loss, counted=count is not None)
         if step.by_count is not None and step.by_count != (count is not None):
             raise ValueError(
                 "backward: count is given in some calls of this step and not in others; give it in all or none"
@@ -251,16 +250,17 @@ class UserLoop:
         """The rows of all data ranks."""
         return self._all_samples.of(x)
 
-    def _refuse_coupling(self, loss: Tensor) -> None:
+    def _refuse_coupling(self, loss: Tensor, *, counted: bool) -> None:
         """Raises ValueError for a `loss` between samples of this rank, where others have more, in steps that look. So
-        for one whose gradient is not linear."""
-        fault = self._all_samples.fault(loss, self._forwards)
+        for one whose gradient is not linear. `counted`: it has a count."""
+        own_loss = not counted and self._step.loss_scale.scale == 1.0
+        fault = self._all_samples.fault(loss, self._forwards, own_loss=own_loss)
         if fault == "nonlinear":
+            why, legal = self._other_starts(counted=counted)
             raise ValueError(
                 f"backward: the gradient of the loss at outputs of engine(x) is not linear, as other starts show. A "
-                f"hook on an output, or an autograd.Function in the loss, changes it. Each rank has a part of the "
-                f"samples (parallel.data={self._mesh.size('data')}), and so another gradient. Legal: one that is "
-                f"linear in the gradient, such as a mask or a factor; parallel.data=1"
+                f"hook on an output, or an autograd.Function in the loss, changes it. {why}, and so another gradient. "
+                f"Legal: one that is linear in the gradient, such as a mask or a factor; {legal}"
             )
         if fault is not None:
             raise ValueError(
@@ -269,6 +269,21 @@ class UserLoop:
                 f"another than in one process. Legal: a loss of engine.all_samples(outputs), of the samples of all "
                 f"ranks; a mean of losses of samples; parallel.data=1"
             )
+
+    def _other_starts(self, *, counted: bool) -> tuple[str, str]:
+        """Why backward starts from another gradient than in one process, and the legal choices."""
+        data, scale = self._mesh.size("data"), self._step.loss_scale.scale
+        found = {
+            f"Each rank has a part of the samples (parallel.data={data})": "parallel.data=1"
+            if data > 1
+            else "",
+            "Backward starts from count times the loss": "no count" if counted else "",
+            f"Backward starts from {scale:g} times the loss": "precision.loss_scale=1"
+            if scale != 1.0
+            else "",
+        }
+        found = {why: legal for why, legal in found.items() if legal}
+        return ". ".join(found), " with ".join(found.values())
 
     def _read_directly(self, loss: Tensor) -> str | None:
         """The name of a parameter that `loss` reads beside the outputs of the model. Where whole modules are here, what

@@ -4,7 +4,8 @@ Note: a criterion sees a part of a batch.
 Where batches are cut, its parts must add up.  So it is run on two halves of a part as well, by samples, and by tokens
 where ranks have parts of these.  Once it is given logits that are right in the first half.  There the floor or the cap
 of a mean shows.  What it reads beside the logits is seen in its graph (criterion_graph.py).
-Cost: two more calls in the first micro-batches, and in those whose number is a power of two; a walk of its graph.
+Cost: two more calls in the first micro-batches, and in those whose number is a power of two; there two more backwards
+to the logits; a walk of its graph.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from colossal_lite.data.batch_checks import valid_labels
 from colossal_lite.numerics.generators import drawn_between, generators_kept, states
 from colossal_lite.numerics.linearity import SEED, is_multiple
+from colossal_lite.numerics.retained_gradients import retained_gradients_kept
 from colossal_lite.parallel.criterion_graph import reads_of
 
 Criterion = Callable[[Tensor, Tensor], Any]
@@ -74,8 +76,9 @@ class OwnCriterion:
         total, count = _weighed(result, valid)
         if made_by is not None and trains:
             self._check_reads(total, made_by)
-            if self._calls == 1 and whole.grad_fn is made_by:
-                _check_linear(total, whole)
+            if self._calls.bit_count() == 1 and whole.grad_fn is made_by:
+                with retained_gradients_kept():
+                    _check_linear(total, whole)
         if judges and versions == (whole._version, labels._version):
             self._judged += 1
             self._judge(

@@ -179,7 +179,7 @@ def test_a_term_between_samples_of_later_steps_is_refused_too(name: str, stage: 
 
 
 def retained(env: RankEnv) -> bool:
-    """Whether outputs have the gradients that a plain loss gives them, after each of three steps."""
+    """Whether outputs, and what a loss makes of them, have the gradients of a plain loss, after each of three steps."""
     with env.launch(SGD) as context:
         engine = cl.initialize(model(), context=context)
         ids, _, labels = (x.chunk(env.world_size)[env.rank] for x in batch())
@@ -187,16 +187,21 @@ def retained(env: RankEnv) -> bool:
         for _ in range(3):
             z = engine(ids)
             z.retain_grad()
+            words = z.log_softmax(-1)
+            words.retain_grad()
             plain = z.detach().requires_grad_()
             F.cross_entropy(plain, labels).backward()
-            engine.backward(F.cross_entropy(z, labels))
-            assert z.grad is not None and plain.grad is not None
-            right.append(torch.allclose(z.grad, plain.grad, rtol=1e-12, atol=0))
+            other = words.detach().requires_grad_()
+            F.nll_loss(other, labels).backward()
+            engine.backward(F.nll_loss(words, labels))
+            for found, true in ((z, plain), (words, other)):
+                assert found.grad is not None and true.grad is not None
+                right.append(torch.allclose(found.grad, true.grad, rtol=1e-12, atol=1e-15))
             engine.step()
         return all(right)
 
 
-def test_a_look_leaves_the_gradients_that_outputs_retain() -> None:
+def test_a_look_leaves_the_gradients_that_tensors_retain() -> None:
     assert run_world(retained, 2) == [True, True]
 
 
@@ -237,14 +242,14 @@ NONLINEAR: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def trained_by(env: RankEnv, name: str) -> tuple[str, dict[str, Tensor]]:
+def trained_by(env: RankEnv, name: str, count: int | None) -> tuple[str, dict[str, Tensor]]:
     """What a step says, and the weights after three."""
     with env.launch(SGD) as context:
         engine = cl.initialize(model(), context=context)
         ids, _, labels = (x.chunk(env.world_size)[env.rank] for x in batch())
 
         def step() -> None:
-            engine.backward(NONLINEAR[name](engine(ids), labels))
+            engine.backward(NONLINEAR[name](engine(ids), labels), count=count)
             engine.step()
 
         told = told_of(lambda: [step() for _ in range(3)])
@@ -252,16 +257,48 @@ def trained_by(env: RankEnv, name: str) -> tuple[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", NONLINEAR)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_gradient_of_outputs_that_is_not_linear_is_refused_where_ranks_have_parts(
-    name: str, ranks: int
+@pytest.mark.parametrize(
+    ("ranks", "count", "legal"),
+    [
+        (1, None, ""),
+        (1, 8, "; no count"),
+        (2, None, "; parallel.data=1"),
+        (2, 4, "; parallel.data=1 with no count"),
+    ],
+)
+def test_a_gradient_of_outputs_that_is_not_linear_is_refused_where_backward_starts_from_another(
+    name: str, ranks: int, count: int | None, legal: str
 ) -> None:
     truth = plain(lambda given: NONLINEAR[name](given(batch()[0]), batch()[2]))
-    for told, state in run_world(trained_by, ranks, name):
-        if ranks == 2 and name != "fused":
+    for told, state in run_world(trained_by, ranks, name, count):
+        if legal and name != "fused":
             assert "the gradient of the loss at outputs of engine(x) is not linear" in told
+            assert told.endswith(legal)
         else:
             assert told == "" and is_equal(state, truth)
+
+
+def accumulated(env: RankEnv, given: cl.ConfigDict) -> tuple[str, dict[str, Tensor]]:
+    """As `trained_by`, in two micro-batches a step."""
+    with env.launch(SGD | given) as context:
+        engine = cl.initialize(model(), context=context)
+
+        def step() -> None:
+            for x, y in zip(batch()[0].chunk(2), batch()[2].chunk(2), strict=True):
+                engine.backward(NONLINEAR["hook"](engine(x), y) / 2)
+            engine.step()
+
+        told = told_of(lambda: [step() for _ in range(3)])
+        return told, engine.full_state_dict()
+
+
+def test_on_one_rank_micro_batches_without_counts_start_from_their_losses() -> None:
+    x, y = batch()[0].chunk(2), batch()[2].chunk(2)
+    truth = plain(
+        lambda f: torch.stack([NONLINEAR["hook"](f(a), b) / 2 for a, b in zip(x, y, strict=True)]).sum()
+    )
+    for told, state in run_world(accumulated, 1, dict(gradient_accumulation=2)):
+        assert told == "" and is_equal(state, truth)
 
 
 def small_gradients(env: RankEnv) -> str:

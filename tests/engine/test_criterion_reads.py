@@ -396,3 +396,41 @@ def leaves_generators(env: RankEnv, changes: dict[str, Any]) -> bool:
 
 def test_initialize_draws_from_no_generator_of_the_process() -> None:
     assert run_world(leaves_generators, 1, {}) == [True]
+
+
+def test_a_hook_that_a_criterion_adds_later_is_looked_at_too() -> None:
+    calls = list[int]()
+
+    def criterion(logits: Tensor, labels: Tensor) -> Tensor:
+        calls.append(1)
+        if logits.requires_grad and len(calls) > 4:
+            logits.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        return mean(logits, labels)
+
+    with cl.launch(
+        dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5)), rank=0, world_size=1
+    ) as context:
+        engine = cl.initialize(Model().double(), context=context, criterion=criterion)
+        engine.train_step(batch(0))
+        told = told_of(lambda: [engine.train_step(batch(n)) for n in range(8)])
+    assert "the gradient of the logits is not linear" in told
+
+
+def test_a_look_leaves_the_gradients_that_tensors_of_a_criterion_retain() -> None:
+    kept = list[Tensor]()
+
+    def criterion(logits: Tensor, labels: Tensor) -> Tensor:
+        if logits.requires_grad:
+            logits.retain_grad()
+            kept.append(logits)
+        return mean(logits, labels)
+
+    with cl.launch(
+        dict(precision="fp64", optimizer=dict(type="sgd", lr=0.0)), rank=0, world_size=1
+    ) as context:
+        engine = cl.initialize(Model().double(), context=context, criterion=criterion)
+        for _ in range(3):
+            engine.train_step(batch(0))
+    first, *others = [x.grad for x in kept]
+    assert first is not None and len(others) == 2
+    assert all(torch.equal(first, each) for each in others if each is not None)
