@@ -15,10 +15,13 @@ JOURNAL = "journal.jsonl"
 
 
 class Journal:
-    """Rows of JSON, each on disk before the next."""
+    """Rows of JSON, each on disk before the next. A last row that a kill cut short goes."""
 
     def __init__(self, directory: Path) -> None:
-        self._file = (directory / JOURNAL).open("a", encoding="utf-8")
+        path = directory / JOURNAL
+        self._file = path.open("a", encoding="utf-8")
+        whole = path.read_bytes().rpartition(b"\n")
+        self._file.truncate(len(whole[0] + whole[1]))
 
     def write(self, **row: Any) -> None:
         self._file.write(json.dumps(row) + "\n")
@@ -30,15 +33,27 @@ class Journal:
 
 
 def journal_rows(directory: Path) -> list[dict[str, Any]]:
-    """What a journal says; a last line that a kill cut short is left out."""
+    """What a journal says; a last line that a kill cut short is left out. Raises ValueError for a damaged one."""
     path = directory / JOURNAL
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if line.endswith(b"\n"):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(
+                    f"{JOURNAL}: line {number} is damaged ({error}); legal: the journal as it was written"
+                ) from None
+    return rows
 
 
 def stop_fault(directory: Path, tasks: Sequence[Task], stop: Halving | None) -> str:
     """Why this rule cannot go on from the rungs of a directory; "" if it can. The rows of old journals tell no rule."""
-    rows = [row for row in journal_rows(directory) if row["decision"] == "rung"]
+    try:
+        rows = [row for row in journal_rows(directory) if row["decision"] == "rung"]
+    except ValueError as error:
+        return str(error)
     decided = sorted({row["rung"] for row in rows})
     rules = {(row["metric"], row["keep"]) for row in rows if "metric" in row}
     last = max(decided, default=0)

@@ -127,10 +127,10 @@ def write_result(
         "jobs": [[job.task, job.left, job.step_s, job.devices] for job in jobs],
         "spans": [[span.device, list(span.action), span.start_s, span.end_s] for span in spans],
     }  # fmt: skip
-    _write(directory / RESULT, json.dumps(facts))
-    _write(directory / TIMELINE, drawn)
-    _write(directory / TRACE, trace(timeline.spans, devices))
-    _write(directory / REPORT, _page(read_result(directory), drawn))
+    write_whole(directory / RESULT, json.dumps(facts))
+    write_whole(directory / TIMELINE, drawn)
+    write_whole(directory / TRACE, trace(timeline.spans, devices))
+    write_whole(directory / REPORT, _page(read_result(directory), drawn))
 
 
 def read_result(directory: Path) -> ManyResult:
@@ -206,7 +206,8 @@ def number(value: float | None) -> str:
     )
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there as a whole, or not at all."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

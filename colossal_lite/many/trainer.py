@@ -24,10 +24,10 @@ from colossal_lite.many.devices import (
     poll,
     relay,
 )
-from colossal_lite.many.journal import stop_fault
+from colossal_lite.many.journal import JOURNAL, stop_fault
 from colossal_lite.many.live_table import LiveTable
 from colossal_lite.many.policies import PolicyName
-from colossal_lite.many.results import ManyResult, read_result, write_result
+from colossal_lite.many.results import TASKS, ManyResult, read_result, write_result, write_whole
 from colossal_lite.many.task import Halving, Task, check, fingerprint
 from colossal_lite.many.worker import Launch, Order
 from colossal_lite.memory.frozen_records import FrozenHandle, FrozenRecords
@@ -111,22 +111,27 @@ def _claim(
 
 def _refused(claims: FolderClaims, ours: Mapping[str, str], directory: Path, resume: bool) -> str:
     """Why these tasks cannot have the directory; "" if they have it now."""
-    path = directory / SWEEP
+    path, where = directory / SWEEP, f"directory={str(directory)!r}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if refused := claims.claim(directory):
             return f"directory: {refused}"
         if not path.exists():
-            path.write_text(json.dumps(ours, indent=1), encoding="utf-8")
+            if left := [name for name in (JOURNAL, TASKS) if (directory / name).exists()]:
+                return f"{where}: {' and '.join(left)} there, without {SWEEP}; legal: another directory"
+            write_whole(path, json.dumps(ours, indent=1))
             return ""
         theirs = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return f"directory={str(directory)!r}: {error}; legal: a folder that can be written to"
+    except OSError as error:
+        return f"{where}: {error}; legal: a folder that can be written to"
+    except ValueError:
+        theirs = None
+    if not isinstance(theirs, dict):
+        return f"{where}: {SWEEP} there is not one of train_many; legal: another directory"
     if told := "; ".join(_unlike(theirs, ours)):
-        where = f"directory={str(directory)!r}"
         return f"{where}: it belongs to other tasks: {told}; legal: those tasks, or another directory"
     if not resume:
-        return f"directory={str(directory)!r}: these tasks were begun there; legal: resume=True, or another directory"
+        return f"{where}: these tasks were begun there; legal: resume=True, or another directory"
     return ""
 
 
