@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from numbers import Integral, Number, Real
-from operator import length_hint
+from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from colossal_lite.config.config import Config
@@ -108,10 +103,11 @@ def lay_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
 def check_kinds(tasks: Any, config: Any, directory: Any, stop: Any, on_report: Any, resume: Any) -> None:
     """Raises ValueError for an argument of `train_many` that is of another kind."""
     are_tasks = isinstance(tasks, Sequence) and all(isinstance(task, Task) for task in tasks)
+    is_path = isinstance(directory, (str, os.PathLike)) and directory != ""
     for name, given, fits, legal in (
         ("tasks", tasks, are_tasks, "a list of cl.Task"),
         ("config", config, isinstance(config, Mapping), "a dict of settings"),
-        ("directory", directory, isinstance(directory, (str, os.PathLike)), "the path of a folder"),
+        ("directory", directory, is_path, "the path of a folder"),
         ("stop", stop, isinstance(stop, Halving | None), "cl.Halving, or None"),
         ("on_report", on_report, on_report is None or callable(on_report), "a function, or None"),
         ("resume", resume, isinstance(resume, bool), "True or False"),
@@ -212,38 +208,3 @@ def _of_task(task: Task, shared: Mapping[str, Any], devices: int) -> Iterator[st
             yield fault
     except ValueError as error:
         yield str(error).replace("\n", "\n    ")
-
-
-def fingerprint(tasks: Sequence[Task], shared: Mapping[str, Any]) -> dict[str, str]:
-    """For each task what its directory is compared by: a hash of its steps, batch and settings, and of its parts.
-    Of functions these are names and arguments, of data its length. The code of a function may change."""
-
-    def of(task: Task) -> str:
-        config = Config.load(task.settings(shared)).check_world(task.devices)
-        loader = [dict(task.loader)] if task.loader else []
-        made_by = [task.build, task.criterion, task.data, task.evaluate]
-        facts = [task.steps, task.global_batch, config.values(), *loader, *map(_fact, made_by)]
-        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=_told).encode()).hexdigest()[:16]
-
-    return {task.name: of(task) for task in tasks}
-
-
-def _fact(given: Any) -> Any:
-    """A model, a criterion or data, as a directory knows it."""
-    if isinstance(given, nn.Module):
-        return [_told(given), {name: list(part.shape) for name, part in given.named_parameters()}]
-    return [_told(given), length_hint(given, -1)]
-
-
-def _told(value: Any) -> Any:
-    """What JSON has for a value: the same in every process, so without the address of an object."""
-    if isinstance(value, functools.partial):
-        return [_told(value.func), value.args, value.keywords]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [_told(type(value)), {each.name: getattr(value, each.name) for each in fields(value)}]
-    if not isinstance(value, type) and hasattr(value, "model_type") and hasattr(value, "to_dict"):
-        return [_told(type(value)), value.to_dict()]  # a config of Hugging Face
-    if isinstance(value, os.PathLike | Number | torch.dtype):
-        return str(value)
-    kind = value if hasattr(value, "__qualname__") else type(value)
-    return f"{kind.__module__}.{kind.__qualname__}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ from colossal_lite.many.devices import (
     poll,
     relay,
 )
+from colossal_lite.many.fingerprint import fingerprint
 from colossal_lite.many.journal import JOURNAL, stop_fault
 from colossal_lite.many.live_table import LiveTable
 from colossal_lite.many.policies import PolicyName
 from colossal_lite.many.results import TASKS, ManyResult, read_result, write_result, write_whole
-from colossal_lite.many.task import Halving, Task, check, fingerprint
+from colossal_lite.many.task import Halving, Task, check
 from colossal_lite.many.worker import Launch, Order
 from colossal_lite.memory.frozen_records import FrozenHandle, FrozenRecords
 
@@ -121,11 +123,12 @@ def _refused(claims: FolderClaims, ours: Mapping[str, str], directory: Path, res
                 return f"{where}: {' and '.join(left)} there, without {SWEEP}; legal: another directory"
             write_whole(path, json.dumps(ours, indent=1))
             return ""
-        theirs = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        text = path.read_bytes()
+    except (OSError, ValueError) as error:
         return f"{where}: {error}; legal: a folder that can be written to"
-    except ValueError:
-        theirs = None
+    theirs = None
+    with suppress(ValueError):
+        theirs = json.loads(text)
     if not isinstance(theirs, dict):
         return f"{where}: {SWEEP} there is not one of train_many; legal: another directory"
     if told := "; ".join(_unlike(theirs, ours)):

@@ -44,6 +44,10 @@ def test_a_file_of_tasks_that_is_none_is_refused_as_such(tmp_path: Path, text: s
     assert "sweep.json there is not one of train_many; legal: another directory" in refused(tmp_path)
 
 
+def test_a_name_that_no_file_can_have_is_refused_as_such() -> None:
+    assert "embedded null byte; legal: a folder that can be written to" in refused(Path("a\0b"))
+
+
 @pytest.mark.parametrize("left", ["tasks", JOURNAL])
 def test_what_other_tasks_have_left_is_refused_without_their_file(tmp_path: Path, left: str) -> None:
     (tmp_path / left).mkdir()

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -30,10 +32,11 @@ from colossal_lite.config.config import Config
 from colossal_lite.launcher import env as launcher_env
 from colossal_lite.launcher.start import launch_gang, serve_gangs
 from colossal_lite.many import coordinator
+from colossal_lite.many.fingerprint import fingerprint
 from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, Candidate, Choose
 from colossal_lite.many.results import ManyResult, TaskResult, losses_of
-from colossal_lite.many.task import check, fingerprint
+from colossal_lite.many.task import check
 from colossal_lite.many.task_plan import data_of
 from colossal_lite.many.trainer import OnReportError, train
 from colossal_lite.many.worker import Order, Worker, saved_step
@@ -490,6 +493,7 @@ def test_everything_that_is_wrong_is_refused_at_once() -> None:
         (dict(tasks=["x"]), "a list of cl.Task"),
         (dict(config="x"), "a dict of settings"),
         (dict(directory=3), "the path of a folder"),
+        (dict(directory=""), "the path of a folder"),
         (dict(stop="x"), "cl.Halving, or None"),
         (dict(on_report=3), "a function, or None"),
         (dict(resume="x"), "True or False"),
@@ -524,7 +528,7 @@ def test_what_a_directory_is_compared_by_has_no_address(collate: str) -> None:
     """Else no task with a collator could be resumed, or be on two ranks."""
     code = (
         "from functools import partial; from tests.many import tasks as own; "
-        "from colossal_lite.many.task import fingerprint; kept = [object() for _ in range({})]; "
+        "from colossal_lite.many.fingerprint import fingerprint; kept = [object() for _ in range({})]; "
         f"print(fingerprint([own.task('a', loader=dict(collate={collate}))], own.CONFIG)['a'])"
     )
     found = [subprocess.check_output([sys.executable, "-c", code.format(n)], text=True) for n in (0, 99)]
@@ -565,6 +569,28 @@ def test_models_of_other_shapes_are_other_models() -> None:
     ):
         found = {fingerprint([task("a", build=build)], CONFIG)["a"] for build in builds}
         assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.ones(2), torch.zeros(2)), (numpy.array(["a"]), numpy.array(["b"])), ({1}, {2}), (b"a", b"b"),
+        (signal.SIGINT, signal.SIGTERM), (date(2020, 1, 1), date(2020, 1, 2)), (range(2), range(3)),
+        ({1: 1, "a": 2}, {1: 1, "a": 3}), (Namespace(width=1), Namespace(width=2)),
+        (own.Counting(), own.Late()), (torch.nn.Dropout(0.1), torch.nn.Dropout(0.2)),
+    ],
+)  # fmt: skip
+def test_other_arguments_of_a_function_make_another_task(one: Any, other: Any) -> None:
+    """Else the results of the old one would be given for the new one."""
+    found = [fingerprint([task("a", build=partial(own.gpt, x))], CONFIG)["a"] for x in (one, other, one)]
+    assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("name", ["build", "criterion"])
+def test_other_settings_of_a_module_make_another_task(name: str) -> None:
+    smoothed = [torch.nn.CrossEntropyLoss(label_smoothing=x) for x in (0.1, 0.2, 0.1)]
+    found = [fingerprint([task("a", **{name: torch.nn.Sequential(x)})], CONFIG)["a"] for x in smoothed]
+    assert found[0] == found[2] != found[1]
 
 
 def test_tasks_share_neither_the_draws_of_their_data_nor_the_state_of_their_criterion(tmp_path: Path) -> None:
