@@ -268,10 +268,11 @@ class Checkpointer:
         parts = [one.part() for one in held]
         refused = self._own(directory) if self._rank == 0 and missing_ok else ""
         paths, skipped = self._candidates(directory) if self._rank == 0 else ([], [])
+        tried = set[Path]()
         while True:
             meeting = self._meet("load")
             if self._rank == 0:
-                meeting.say("choose", self._choose(directory, paths, skipped) | {"refused": refused})
+                meeting.say("choose", self._choose(directory, paths, skipped, tried) | {"refused": refused})
             choice = meeting.hear("choose")
             if choice["refused"]:
                 raise FolderOwnedError(
@@ -321,10 +322,18 @@ class Checkpointer:
         except OSError as error:
             return [], [f"{error.filename}: {error.strerror}"]
 
-    def _choose(self, directory: Path, paths: list[Path], skipped: list[str]) -> dict[str, Any]:
-        """The next path whose files look right, taken off `paths`. Reasons for passed-over paths join `skipped`."""
-        while paths:
+    def _choose(
+        self, directory: Path, paths: list[Path], skipped: list[str], tried: set[Path]
+    ) -> dict[str, Any]:
+        """The next path whose files look right, taken off `paths`. Reasons for passed-over paths join `skipped`. After
+        the last it lists again what it has not `tried`. Another run may save there, and delete its older ones."""
+        while True:
+            if not paths and tried:
+                paths += [path for path in self._candidates(directory)[0] if path not in tried]
+            if not paths:
+                return {"name": None, "skipped": skipped}
             path = paths.pop(0)
+            tried.add(path)
             try:
                 manifest = inspect(path)
             except CheckpointError as error:
@@ -332,7 +341,6 @@ class Checkpointer:
                 continue
             name = "" if path == directory else path.name
             return {"name": name, "crc32": zlib.crc32(encode(manifest)), "skipped": skipped}
-        return {"name": None, "skipped": skipped}
 
     def _agree(
         self,

@@ -85,8 +85,10 @@ class Heartbeat:
 
 def shared(read: Callable[[], Any], path: Path, meeting: SaveRendezvous) -> Any:
     """The result of `read`, once a network file system shows `path` to this rank too."""
-    end = time.monotonic() + (SHARED_S if meeting.rank else 0.0)
+    end = time.monotonic() + SHARED_S
     while not path.exists():
+        if not meeting.rank:
+            raise CheckpointError(f"{path} is gone: another process deletes checkpoints there")
         if time.monotonic() > end:
             raise CheckpointError(
                 f"rank {meeting.rank} does not see {path}, which rank 0 sees: all ranks must share one directory"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -475,6 +476,43 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(tmp_path: Path) -> Non
     saved = tensors(oldest, inspect(oldest), ["model/token.weight"])["model/token.weight"]
     for _, state in run_world(fall_back, 2, on("data 2"), str(tmp_path)):
         assert torch.equal(state["model/token.weight"], saved)
+
+
+def newer_than_listed(env: RankEnv, case: Case, folder: str, goes: str) -> list[str]:
+    """What two loads say while another run saves step 2 and deletes step 1: the first before it looks at `goes`."""
+    first, second, aside = (Path(folder) / name for name in ("step-00000001", "step-00000002", "aside"))
+    second.rename(aside)
+
+    look = getattr(checkpointer, goes)
+
+    def moved(*given: Any, **more: Any) -> Any:
+        if aside.exists():
+            aside.rename(second)
+            shutil.rmtree(first)
+        return look(*given, **more)
+
+    def loaded(engine: cl.Engine) -> str:
+        try:
+            return str(engine.load(folder))
+        except CheckpointError as error:
+            return str(error)
+
+    with pytest.MonkeyPatch.context() as patch, engine_of(env, case) as engine:
+        patch.setattr(checkpointer, goes, moved)
+        return [loaded(engine), loaded(engine)]
+
+
+@pytest.mark.parametrize(
+    ("goes", "says"),
+    [("inspect", "passed over"), ("stream", "passed over"), ("shared", "is gone: another process deletes")],
+)
+def test_a_checkpoint_that_another_run_saves_as_it_deletes_the_older_one_is_loaded(
+    tmp_path: Path, goes: str, says: str
+) -> None:
+    run_world(saves, 1, on("1"), str(tmp_path), 2)
+    ((said, again),) = run_world(newer_than_listed, 1, on("1"), str(tmp_path), goes)
+    assert says in said and (goes == "shared" or "step-00000002: step 2" in said)
+    assert "step-00000002: step 2" in again and "passed over" not in again
 
 
 def none_is_whole(env: RankEnv, case: Case, folder: str) -> tuple[str, str]:
