@@ -63,6 +63,20 @@ class LateError(CheckpointError):
     """A disk does not answer. Its thread may stay inside a read or a write for ever, or return at any time."""
 
 
+def folder_given(what: str, directory: Any) -> Path:
+    """The absolute path of a folder that the user gives. Raises ValueError for what can be none."""
+    is_path = isinstance(directory, str | os.PathLike) and str(directory) and "\0" not in str(directory)
+    if not is_path:
+        raise ValueError(f"{what}: directory={directory!r}; legal: the path of a folder")
+    try:
+        return Path(directory).absolute()
+    except FileNotFoundError:
+        raise ValueError(
+            f"{what}: directory={str(directory)!r}, and the folder that the process works in is gone. Legal: an "
+            f"absolute path"
+        ) from None
+
+
 def listed(directory: Path) -> list[Path]:
     """Checkpoints in a directory, whole or not, the one saved last first. Empty if there is no directory.
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.checkpoint.checkpointer import Saving
+from colossal_lite.checkpoint.files import folder_given
 from colossal_lite.checkpoint.run_state import Loaded
 from colossal_lite.checks.batch_arguments import AllowedArguments
 from colossal_lite.checks.foreign_steps import ForeignSteps
@@ -427,7 +428,7 @@ class Engine:
         has changed a buffer.
         """
         self._refuse_half_step("save")
-        return self._state.save(Path(directory).absolute(), samples=samples, extra=extra)
+        return self._state.save(folder_given("save", directory), samples=samples, extra=extra)
 
     @outside_inference()
     def load(self, directory: str | Path) -> Loaded:
@@ -439,7 +440,7 @@ class Engine:
         """
         if self.config.zero.stage == 3:  # its weights are gathered no more
             self._refuse_closed("load")
-        loaded = self._state.load(Path(directory).absolute())
+        loaded = self._state.load(folder_given("load", directory))
         assert loaded is not None, "a load without a checkpoint raises"
         self._comparison.restart()
         return loaded
@@ -449,7 +450,7 @@ class Engine:
         """`load`, or None if `directory` holds no checkpoint yet."""
         if self.config.zero.stage == 3:  # its weights are gathered no more
             self._refuse_closed("resume")
-        loaded = self._state.load(Path(directory).absolute(), missing_ok=True)
+        loaded = self._state.load(folder_given("resume", directory), missing_ok=True)
         if loaded is not None:
             self._comparison.restart()
         return loaded
@@ -461,7 +462,7 @@ class Engine:
         """Save to this directory when a signal stops the run, with `extra` and with `samples()` (None: as counted).
         Otherwise that is where the engine has saved to last, or resumed from, with the `extra` of then."""
         point = StopPoint(
-            self.context.is_main, Path(directory).absolute(), extra or {}, samples, is_given=True
+            self.context.is_main, folder_given("save_on_stop", directory), extra or {}, samples, is_given=True
         )
         self._state.stop_point = point
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from colossal_lite.checkpoint.files import folder_given
 from colossal_lite.checkpoint.manifest import Change, CheckpointError, changes
 from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.checkpoint.run_state import Loaded
@@ -70,7 +71,8 @@ class Run:
         owns.  Also if `facts`, `save_every` or `fresh` differ between ranks."""
         if save_every is not None:
             save_every = whole("save_every", save_every, "1 or more steps, or None for the last step alone")
-        self.engine, self.context, self.directory = engine, engine.context, Path(directory).absolute()
+        self.engine, self.context = engine, engine.context
+        self.directory = folder_given("cl.Run", directory)
         self.checkpoints = self.directory / "checkpoints"
         self._save_every = save_every
         self._extra = {"facts": dict(facts or {})}  # for manifests

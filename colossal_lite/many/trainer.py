@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from colossal_lite.checkpoint.files import folder_given
 from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.stopping import STOPPED, Stopped
@@ -52,8 +53,8 @@ def train(
     `launch`: opens the context of a task, in a worker.  `serve`: serves the store where gangs meet; its port.
     `prepare`: called first in each worker.
     """
+    directory = folder_given("train_many", directory)  # `build` may change that of the process
     check(tasks, config, policy, stop, save_every, context.world_size, quantum)
-    directory = Path(directory)
     claims = FolderClaims()
     context.on_close(claims.close)
     goes_on = partial(stop_fault, directory, tasks, stop)

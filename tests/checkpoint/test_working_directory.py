@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import colossal_lite as cl
+from colossal_lite.checkpoint.files import folder_given
+from colossal_lite.launcher.start import launch_gang, serve_gangs
+from colossal_lite.many.trainer import train
+from tests.many import tasks as own
 from tests.shared.pool import RankEnv, run_world
 
 
@@ -52,3 +58,51 @@ def test_a_signal_saves_where_the_loop_has_resumed_from(tmp_path: Path) -> None:
     first.mkdir(), then.mkdir()
     (saved,) = run_world(loop_moves, 1, str(first), str(then))
     assert saved == str(first / "run" / "step-00000001") and Path(saved).is_dir() and not list(then.iterdir())
+
+
+@pytest.mark.parametrize("given", [None, 3, b"x", "", "a\0b"])
+def test_what_can_be_no_folder_is_refused_by_name(given: Any) -> None:
+    with cl.launch(dict(precision="fp32"), rank=0, world_size=1) as context:
+        engine = cl.initialize(torch.nn.Linear(4, 6), context=context)
+        calls = (engine.save, engine.load, engine.resume, engine.save_on_stop, lambda x: cl.Run(x, engine))
+        for call in calls:
+            with pytest.raises(ValueError, match=r"directory=.*; legal: the path of a folder"):
+                call(given)
+
+
+def in_no_folder(env: RankEnv, folder: str) -> str:
+    os.mkdir(folder)
+    os.chdir(folder)
+    os.rmdir(folder)
+    try:
+        folder_given("save", "relative")
+    except ValueError as error:
+        return f"{error}; {folder_given('save', folder)}"
+    return ""
+
+
+def test_a_relative_folder_is_refused_where_the_process_works_in_none(tmp_path: Path) -> None:
+    ((told),) = run_world(in_no_folder, 1, str(tmp_path / "gone"))
+    assert told.endswith(f"is gone. Legal: an absolute path; {tmp_path / 'gone'}")
+
+
+def wanders() -> cl.models.GPT:
+    os.chdir("/")
+    return own.gpt()
+
+
+def swept(env: RankEnv, folder: str) -> str:
+    os.chdir(folder)
+    try:
+        with env.launch(dict(backend="gloo", timeout_s=60)) as context:
+            result = train(
+                [own.task("a", build=wanders, steps=3)], context, launch=launch_gang, serve=serve_gangs, prepare=dict,
+                config=own.CONFIG, directory="relative",
+            )  # fmt: skip
+    finally:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it lives as long as its process, here a rank
+    return f"{result['a'].status} {len(result['a'].losses)} {result.directory}"
+
+
+def test_a_task_of_many_may_change_its_working_directory(tmp_path: Path) -> None:
+    assert run_world(swept, 1, str(tmp_path)) == [f"done 3 {tmp_path / 'relative'}"]
