@@ -28,6 +28,7 @@ GPT = {
     "given": "build",
     "planned": "train.py:build",
     "tokens": "list(TEXT.read_bytes())",
+    "unit": "bytes",
     "model_type": "cl.models.GPTConfig",
     "model": f"cl.models.GPTConfig(vocabulary={BYTES}, layers=2, heads=4, width=64, sequence=SEQUENCE, dropout=0.1)",
     "stage": "1",
@@ -115,7 +116,7 @@ def _hugging_face(given: Path) -> dict[str, str]:
         "model": repr(str(folder)),
         "planned": quote(str(folder)),
         "stage": "3",
-    } | (LOADED if has_weights else {}) | ({"tokens": read} if has_tokenizer else {})  # fmt: skip
+    } | (LOADED if has_weights else {}) | ({"tokens": read, "unit": "tokens"} if has_tokenizer else {})  # fmt: skip
 
 
 def _text_model(folder: Path) -> dict[str, Any]:

@@ -46,6 +46,24 @@ def trained(*line: str, cwd: Path, **variables: str) -> str:
     return run.stdout + run.stderr
 
 
+@pytest.mark.parametrize("found", [0, 20, 50, 288])
+def test_a_text_too_short_for_a_batch_is_refused_with_the_bytes_that_are_enough(
+    found: int, tmp_path: Path
+) -> None:
+    made = new(tmp_path / "short")
+    (made / "README.md").write_bytes(b"a" * found)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "train.py"], cwd=made, env=environment, capture_output=True, text=True, timeout=110
+    )
+    told = re.search(r"README.md: (\d+) bytes found, (\d+) needed by config.py; legal: a longer", run.stderr)
+    assert run.returncode == 1 and told and int(told[1]) == found, run.stderr
+    if found == 288:
+        (made / "README.md").write_bytes(b"a" * int(told[2]))
+        trained(sys.executable, "train.py", cwd=made)
+        assert len(losses(made)) == 2
+
+
 def losses(folder: Path) -> list[float]:
     rows = (folder / "runs/first/metrics.jsonl").read_text().splitlines()
     return [row["loss"] for line in rows if "loss" in (row := json.loads(line))]
