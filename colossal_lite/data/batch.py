@@ -92,15 +92,15 @@ class Batch:
         if parts == 1:
             return (self,)
 
-        def piece(tensor: Tensor, part: int) -> Tensor:
-            return tensor.tensor_split(parts)[part]
-
+        args = [tensor.tensor_split(parts) for tensor in self.args]
+        kwargs = {name: tensor.tensor_split(parts) for name, tensor in self.kwargs.items()}
+        labels, samples = self.labels.tensor_split(parts), self.samples.tensor_split(parts)
         return tuple(
             Batch(
-                tuple(piece(tensor, part) for tensor in self.args),
-                {name: piece(tensor, part) for name, tensor in self.kwargs.items()},
-                piece(self.labels, part),
-                piece(self.samples, part),
+                tuple(pieces[part] for pieces in args),
+                {name: pieces[part] for name, pieces in kwargs.items()},
+                labels[part],
+                samples[part],
             )
             for part in range(parts)
         )

@@ -323,7 +323,7 @@ class Engine:
         local = self._loop.local_part(args, kwargs)
         inputs = first_input(args, kwargs)
         self._open.own_samples += inputs.shape[0] * torch.is_grad_enabled()
-        self._forecast([inputs] * self.context.config.gradient_accumulation)
+        self._forecast([inputs], self.context.config.gradient_accumulation)
         first, watched = self._parts.first_step.forward(None), self._comparison.forward(local)
         with self._parts.measured(), self._weights.forward(), first, self._streams.forward(), watched:
             with naming_transforms(), self._running():
@@ -605,19 +605,20 @@ class Engine:
 
     def _read(self, batch: Any) -> tuple[Batch, ...]:
         self._optimizer.check()
-        return self._micro_batches.of(batch)
+        return self._micro_batches.of(batch, self._open.samples_before)
 
     def _run(self, parts: tuple[Batch, ...], sums: LocalSums) -> None:
         """Run the plan of a step on its micro-batches; add loss and weight to `sums`."""
         self._loss.is_cut = len(parts) > 1 or self._is_shared
         trains = torch.is_grad_enabled()
+        input_shapes = [part.inputs.shape for part in parts]
         shapes = [(trains, part.size, *part.inputs.shape[1:], part.inputs.dtype) for part in parts]
         knows_shapes = self._runtime.knows({s for s, part in zip(shapes, parts, strict=True) if part.size})
 
         def forward(stage: int, i: int, carried: Any) -> Any:
             self._weights.arrive(stage)
             outputs = self._forward(stage, parts[i], carried, sums)
-            self._metering.forward_ended([part.inputs.shape for part in parts])
+            self._metering.forward_ended(input_shapes)
             return outputs
 
         def forwards_ended() -> None:
@@ -740,13 +741,13 @@ class Engine:
             self._open.totals = self._agree()
         self._settle()
 
-    def _forecast(self, inputs: Sequence[Tensor]) -> None:
-        """Under a budget, refuse a batch that `plan` forecasts not to fit; `inputs` [B, T] of its micro-batches. If
-        `plan` does not know the model or loss, and on a GPU, the first step measures instead."""
+    def _forecast(self, inputs: Sequence[Tensor], times: int = 1) -> None:
+        """Under a budget, refuse a batch that `plan` forecasts not to fit; `inputs` [B, T] of its micro-batches, each
+        `times`. If `plan` does not know the model or loss, and on a GPU, the first step measures instead."""
         if self._memory_budget is None:
             return
         known = self._facts is not None and self._loss.criterion is None and self.context.device.type == "cpu"
-        samples, tokens = sum(len(ids) for ids in inputs), inputs[0].shape[1] if inputs[0].dim() > 1 else 1
+        samples, tokens = times * sum(len(ids) for ids in inputs), inputs[0].shape[1] if inputs[0].dim() > 1 else 1
         self._memory_budget.forecast(
             samples, tokens, self._forecast_batch if known else None, trains=torch.is_grad_enabled()
         )

@@ -433,7 +433,7 @@ def _example(
 def _first_micro_batch(example: Batch, context: Context) -> Batch:
     """What a pipeline is traced and timed with."""
     pipeline, unit = context.config.parallel.pipeline, context.config.parallel.tensor.sample_parts
-    first = example.cut(context.config.gradient_accumulation)[0]
+    first = example.cut(min(context.config.gradient_accumulation, max(1, example.size)))[0]
     return first.cut(pipeline.parts_of([first.size], 1, unit))[0]
 
 

@@ -56,13 +56,16 @@ class MicroBatches:
         self._mesh, self._device, self._config = context.mesh, context.device, context.config
         self._parallelized, self._stated = parallelized, stated
 
-    def of(self, batch: Any) -> tuple[Batch, ...]:
+    def of(self, batch: Any, samples_before: int) -> tuple[Batch, ...]:
         """The micro-batches of a step, or of an evaluation if gradients are off; some may be empty. Collective as
-        `sizes`. Raises ValueError for a batch of another form, or with too few samples."""
+        `sizes`. Raises ValueError for a batch of another form, or with too few samples. `samples_before`: of all
+        steps."""
         seen = apply_to_tensors(batch, host_copy)
         check_batch(seen, self._stated, self._allowed.forward, self._loss)
         self._allowed.check(*parts_of_batch(seen))
         sizes = self.sizes(parts_of_batch(seen)[2])
+        if torch.is_grad_enabled():
+            self._check_accumulation(sizes, samples_before)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
         self.look(whole.args, whole.kwargs)
         if len(whole.args) + len(whole.kwargs) > 1 and "attention_mask" not in whole.kwargs:
@@ -101,6 +104,18 @@ class MicroBatches:
                 for each in now:
                     each.check(args, kwargs, samples)
                     self._looks.remove(each)
+
+    def _check_accumulation(self, sizes: Sequence[int], samples_before: int) -> None:
+        """Raises ValueError for more accumulated parts than samples: no batch has filled them. A last batch of an
+        epoch may have fewer, as earlier ones had more. Ranks that were not asked may have a sample more."""
+        parts, ranks = self._config.gradient_accumulation, self._mesh.size("data")
+        most = sum(sizes) if len(sizes) == ranks else ranks * (sizes[0] + 1)
+        if parts > most + samples_before:
+            here = " on this rank" if len(sizes) < ranks else ""
+            raise ValueError(
+                f"gradient_accumulation={parts}: a batch is cut into so many parts, and has {sum(sizes)} "
+                f"samples{here}; legal: at most {max(1, sum(sizes))}, or larger batches"
+            )
 
     def _check_lengths(self, tokens: int) -> None:
         """Raises ValueError for sequences of other lengths on other data ranks; 0 tokens: none here. Collective."""
