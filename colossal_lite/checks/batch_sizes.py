@@ -15,12 +15,12 @@ from colossal_lite.data.loader import Loader, cut
 
 
 def refuse_sizes(name: str, loader: Loader, config: Config, *, steps: int | None = None) -> None:
-    """Raises ValueError if a loader's last batch cannot be cut, or no batch of a training has a sample for each
-    accumulated part. `steps`: batches to train on; None: an evaluation."""
+    """Raises ValueError if a loader's last batch cannot be cut. Also if batches of a training have fewer samples
+    than accumulated parts. `steps`: batches to train on; None: an evaluation."""
     trains, whole, found = steps is not None, loader.settings.global_batch, loader.num_samples
     if trains and config.gradient_accumulation > whole:
         raise ValueError(
-            f"gradient_accumulation={config.gradient_accumulation}: a batch is cut into so many parts, and "
+            f"gradient_accumulation={config.gradient_accumulation}: so many parts of "
             f"global_batch={whole} samples; legal: at most {whole}, or a larger global_batch"
         )
     pipeline, unit = config.parallel.pipeline, config.parallel.tensor.sample_parts

@@ -106,15 +106,14 @@ class MicroBatches:
                     self._looks.remove(each)
 
     def _check_accumulation(self, sizes: Sequence[int], samples_before: int) -> None:
-        """Raises ValueError for more accumulated parts than samples: no batch has filled them. A last batch of an
-        epoch may have fewer, as earlier ones had more. Ranks that were not asked may have a sample more."""
+        """Raises ValueError for more accumulated parts than samples, where no batch has filled them. Allows one more
+        on each data rank, as ranks need not have equally many. The last batch of an epoch may be smaller."""
         parts, ranks = self._config.gradient_accumulation, self._mesh.size("data")
-        most = sum(sizes) if len(sizes) == ranks else ranks * (sizes[0] + 1)
-        if parts > most + samples_before:
+        if parts > ranks * (max(sizes) + 1) + samples_before:
             here = " on this rank" if len(sizes) < ranks else ""
             raise ValueError(
-                f"gradient_accumulation={parts}: a batch is cut into so many parts, and has {sum(sizes)} "
-                f"samples{here}; legal: at most {max(1, sum(sizes))}, or larger batches"
+                f"gradient_accumulation={parts}: so many parts of a batch of {sum(sizes)} samples{here}; "
+                f"legal: at most {max(1, sum(sizes))}, or larger batches"
             )
 
     def _check_lengths(self, tokens: int) -> None:

@@ -48,7 +48,7 @@ def test_more_parts_than_samples_are_refused_and_the_number_told_trains(
     ranks: int, parallel: dict[str, Any], most: int, accumulation: int
 ) -> None:
     for text in run_world(refused, ranks, parallel, accumulation):
-        assert text.startswith(f"gradient_accumulation={accumulation}: ") and "has 4 samples" in text
+        assert text.startswith(f"gradient_accumulation={accumulation}: ") and "a batch of 4 samples" in text
         assert f"legal: at most {most}, or larger batches" in text
     assert run_world(refused, ranks, parallel, most) == [""] * ranks
 
@@ -69,7 +69,9 @@ def test_a_run_is_refused_before_its_first_step_and_resumes_at_a_last_batch_of_o
     def folder(name: str) -> str:
         return str(tmp_path_factory.mktemp(name))
 
-    with pytest.raises(Exception, match="gradient_accumulation=5: .* global_batch=4 .*; legal: at most 4"):
+    with pytest.raises(
+        Exception, match="gradient_accumulation=5: .* of global_batch=4 samples; legal: at most 4"
+    ):
         run_world(looped, 1, folder("refused"), 5, 2)
     (whole,) = run_world(looped, 1, folder("whole"), 4, 2)
     parts = folder("parts")
