@@ -46,7 +46,7 @@ from colossal_lite.engine.engine_reports import EngineReports
 from colossal_lite.engine.engine_state import EngineState, last_save_failed
 from colossal_lite.engine.memory_report import LinkRow, MemoryReport
 from colossal_lite.engine.micro_batches import MicroBatches
-from colossal_lite.engine.other_names import told_instead
+from colossal_lite.engine.other_names import refuse_closure, told_instead
 from colossal_lite.engine.step_totals import (
     LocalSums,
     OpenStep,
@@ -227,8 +227,9 @@ class Engine:
         return totals.mean_loss
 
     @noting_faults
-    def step(self) -> StepResult:
-        """Update the parameters from the gradients gathered since the last step.
+    def step(self, closure: None = None) -> StepResult:
+        """Update the parameters from the gradients gathered since the last step. Raises ValueError for a closure, as
+        torch's optimizers take it.
 
         With `optimizer.update_when="backward"` backward has updated them. Then this counts the step, and updates
         chunks for which some rank had no gradient. It raises ValueError if a gradient was not finite. The weights have
@@ -236,6 +237,7 @@ class Engine:
 
         If a rank has received a stop signal, raises `Stopped` after the callbacks, on every rank. The state is saved
         first, in the directory of `save_on_stop`, or where this engine last saved or resumed."""
+        refuse_closure(closure)
         self._hooks.held.release()
         if self._open.totals is None:
             self._finish_user_step()
@@ -747,7 +749,10 @@ class Engine:
         if self._memory_budget is None:
             return
         known = self._facts is not None and self._loss.criterion is None and self.context.device.type == "cpu"
-        samples, tokens = times * sum(len(ids) for ids in inputs), inputs[0].shape[1] if inputs[0].dim() > 1 else 1
+        samples, tokens = (
+            times * sum(len(ids) for ids in inputs),
+            inputs[0].shape[1] if inputs[0].dim() > 1 else 1,
+        )
         self._memory_budget.forecast(
             samples, tokens, self._forecast_batch if known else None, trains=torch.is_grad_enabled()
         )

@@ -56,3 +56,12 @@ def told_instead(name: str, model: object) -> str | None:
     if told is None and not name.startswith("_") and hasattr(model, name):
         told = "engine.model.{name}, the model's own. What calls the model must call engine(x) instead"
     return None if told is None else f"engine.{name}: an engine has none. Legal: {told.format(name=name)}"
+
+
+def refuse_closure(closure: object) -> None:
+    """Raises ValueError for an argument of `engine.step`, which torch's optimizers call as they update."""
+    if closure is not None:
+        raise ValueError(
+            f"engine.step: closure = {type(closure).__name__}: a step takes none. "
+            f"Legal: engine.backward(loss) and then engine.step(), or engine.train_step(batch)"
+        )

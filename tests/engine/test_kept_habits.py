@@ -76,6 +76,18 @@ def test_a_name_that_nothing_is_known_of_is_no_attribute_of_an_engine() -> None:
             engine.no_such_name  # noqa: B018
 
 
+@pytest.mark.parametrize("given", [lambda: torch.zeros(()), torch.zeros(())], ids=["closure", "loss"])
+def test_a_closure_of_torch_s_optimizers_is_refused_and_what_is_legal_steps(given: Any) -> None:
+    with cl.launch(SGD, rank=0, world_size=1) as context:
+        engine: Any = cl.initialize(model(), context=context)
+        engine.backward(loss_of(engine(batch()[0])))
+        with pytest.raises(
+            ValueError, match="^engine.step: closure = .*Legal: engine.backward.loss. and then"
+        ):
+            engine.step(given)
+        assert engine.step().step == 1 and engine.steps == 1
+
+
 # ---- optimizers ----
 
 
