@@ -7,7 +7,7 @@ A model that does not run on random words has none here. Its first batch is the 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -27,6 +27,7 @@ from colossal_lite.layers.sequence_parallel import across_sequence, give_ops, se
 from colossal_lite.layers.swap_checks import has_forward_of, has_hooks
 from colossal_lite.layers.tensor_modes import Form, ModeResult, head_weight, mode_file, mode_of
 from colossal_lite.models import GPT, GPTConfig
+from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.linearity import SEED
 from colossal_lite.parallel.copy_batches import is_more_than_words, words
 from colossal_lite.parallel.forward_history import RepeatedForwards
@@ -335,10 +336,12 @@ class FirstBatch:
 
     def _check_parts(self, batch: Batch, number: int) -> None:
         assert self.model is not None
-        parts, kind = batch.cut(number), type(self.model.inner).__name__
-        if self.cuts and (found := difference_of_parts(self.model, batch, parts, sum_of_squares)):
-            _refuse_mixing(kind, "a copy", found.removeprefix("inner."), self.cuts)
-        if self.cuts and (found := difference_of_parts(self.model, batch, parts, sum_of_squares, SEED)):
+        parts, model, kind = batch.cut(number), self.model, type(self.model.inner).__name__
+        if self.cuts and difference_of_parts(model, batch, parts, sum_of_squares):
+            model = PerSample(model.inner, fixed_outputs(model.inner, batch, parts[0]))
+            if found := difference_of_parts(model, batch, parts, sum_of_squares):
+                _refuse_mixing(kind, "a copy", found.removeprefix("inner."), self.cuts)
+        if self.cuts and (found := difference_of_parts(model, batch, parts, sum_of_squares, SEED)):
             raise ValueError(_not_linear(kind, found.removeprefix("inner.")))
 
 
@@ -371,24 +374,43 @@ FEW_SAMPLES = 4
 
 
 class PerSample(nn.Module):
-    """Gives a number [samples] for each sample: a random projection of what a model gives for it."""
+    """Gives a number [samples] for each sample: a random projection of what a model gives for it. `fixed`: outputs
+    that are not of samples, by their numbers."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, fixed: Collection[int] = ()) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self._fixed = inner, fixed
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         outputs = self.inner(*args, **kwargs)
-        leaves = [
-            each for leaf in tree_leaves(outputs) for each in (leaf, *getattr(leaf, "__dict__", {}).values())
-        ]
-        rows = [x for x in leaves if isinstance(x, Tensor) and x.dim() and x.is_floating_point()]
+        rows = [x for i, x in enumerate(_rows_of(outputs)) if i not in self._fixed]
         generator = torch.Generator().manual_seed(0)
         found = torch.zeros(len(rows[0]), dtype=torch.float64)
         for x in (each for each in rows if len(each) == len(found)):
             flat = x.reshape(len(x), -1).double()
             found = found + flat @ torch.randn(flat.shape[1], generator=generator, dtype=torch.float64)
         return found
+
+
+def _rows_of(outputs: Any) -> list[Tensor]:
+    """The tensors of floating point in what a model gives, less numbers."""
+    leaves = [
+        each for leaf in tree_leaves(outputs) for each in (leaf, *getattr(leaf, "__dict__", {}).values())
+    ]
+    return [x for x in leaves if isinstance(x, Tensor) and x.dim() and x.is_floating_point()]
+
+
+def fixed_outputs(model: nn.Module, batch: Batch, part: Batch) -> frozenset[int]:
+    """The numbers of outputs with one shape for a batch and a `part` of it, such as a parameter. They may have as many
+    rows as the part has samples. None if all are such, or the model does not run."""
+    with generators_kept(), torch.no_grad(), suppress(Exception):
+        whole, some = (
+            [x.shape for x in _rows_of(deep_copy(model).train()(*each.args, **each.kwargs))]
+            for each in (batch, part)
+        )
+        fixed = frozenset(i for i, (a, b) in enumerate(zip(whole, some, strict=True)) if a == b)
+        return fixed if len(fixed) < len(whole) else frozenset()
+    return frozenset()
 
 
 def check_samples_apart(

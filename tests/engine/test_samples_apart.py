@@ -98,3 +98,36 @@ def test_samples_apart_are_not_refused(way: str, cut: str) -> None:
     more, world = CUTS[cut]
     for loss in run_world(one_step, world, way, more):
         assert isinstance(loss, float), loss
+
+
+class Tempered(nn.Module):
+    """Gives its logits, and beside them a parameter of as many values as a part of the batch has samples."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.mixes, self.inner, self.scale = mixes, nn.Linear(D, V), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.inner(x - x.mean(0) if self.mixes else x) * self.scale.sum()
+        return logits, self.scale
+
+
+def tempered(env: RankEnv, mixes: bool) -> str | list[float]:
+    torch.manual_seed(0)
+    with env.launch(dict(precision="fp64", optimizer=dict(type="sgd", lr=0.3), timeout_s=60)) as context:
+        engine = cl.initialize(
+            Tempered(mixes).double(), context=context, criterion=nn.functional.cross_entropy
+        )
+        batch = torch.randn(4, D, dtype=torch.float64), torch.arange(4)
+        try:
+            return [float(engine.train_step(context.local_batch(batch)).loss) for _ in range(3)]
+        except ValueError as error:
+            return str(error)
+
+
+def test_an_output_that_is_not_of_samples_is_not_taken_for_one() -> None:
+    (serial,) = run_world(tempered, 1, False)
+    for losses in run_world(tempered, 2, False):
+        assert losses == pytest.approx(serial, rel=1e-12)
+    for told in run_world(tempered, 2, True):
+        assert isinstance(told, str) and "samples of Tempered see each other" in told
