@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TextIO
 
 import tyro
 from tyro.conf import OmitSubcommandPrefixes, Positional, Suppress, subcommand
@@ -32,6 +32,8 @@ from colossal_lite.schedule.schedule_drawing import draw
 
 PIPE_CLOSED = 141
 """The exit code of a command whose reader has closed the pipe, as shells give it."""
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells give it."""
 PROGRAM = "colossal-lite"
 # Commands that are not built yet; each is refused by name.
 NOT_BUILT: Mapping[str, str] = {
@@ -260,6 +262,34 @@ Command = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. tyro itself exits with 0 after --help, with 2 at a wrong option."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    sys.stdout, sys.stderr = sys.stdout or _nowhere(), sys.stderr or _nowhere()  # None: closed by `>&-`
+    try:
+        try:
+            return _answer(given)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has enough, as `| head -1`
+        _drop_output()
+        return PIPE_CLOSED
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:  # a file of the command cannot be written or read
+        place = f"{error.filename}: " if error.filename else ""
+        legal = "legal: a path that can be read or written, in a folder that exists"
+        print(f"{place}{error.strerror or error}; {legal}", file=sys.stderr)
+        _drop_output()
+        return 2
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _answer(given: list[str]) -> int:
+    """Run one command. Raises ValueError, OSError and CheckpointError as it does."""
     if given and given[0] in NOT_BUILT:
         print(f"{PROGRAM} {given[0]} is not built yet ({NOT_BUILT[given[0]]})", file=sys.stderr)
         return 2
@@ -277,21 +307,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    return command.run()
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")
+
+
+def _drop_output() -> None:
+    """Let what stdout still holds go nowhere, as Python flushes it once more at its end."""
     try:
-        code = command.run()
         sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # the reader has enough, as `| head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
-        return PIPE_CLOSED
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except OSError as error:  # a file of the command cannot be written or read
-        place = f"{error.filename}: " if error.filename else ""
-        legal = "legal: a path that can be read or written, in a folder that exists"
-        print(f"{place}{error.strerror or error}; {legal}", file=sys.stderr)
-        return 2
-    except CheckpointError as error:
-        print(error, file=sys.stderr)
-        return 1
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -317,3 +317,45 @@ def test_a_reader_that_has_enough_ends_the_command_without_a_message() -> None:
     )  # fmt: skip
     os.close(theirs)
     assert (ended.returncode, ended.stderr) == (cli.PIPE_CLOSED, "")
+
+
+ANSWERS = (["--help"], ["--version"], ["plan", "--help"], ["config", "options"])
+
+
+def ended_with(arguments: list[str], redirection: str) -> tuple[int, str]:
+    """The exit code of a command in a shell, and its errors."""
+    ended = subprocess.run(
+        ["bash", "-c", f'exec "$0" -m colossal_lite "$@" {redirection}', sys.executable, *arguments],
+        stderr=subprocess.PIPE, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize("arguments", ANSWERS, ids=" ".join)
+def test_an_output_that_is_closed_or_full_gives_no_traceback(arguments: list[str]) -> None:
+    assert ended_with(arguments, ">&-") == (0, "")
+    code, told = ended_with(arguments, "> /dev/full")
+    assert code == 2 and told.startswith("No space left on device; legal: "), told
+
+
+@pytest.mark.parametrize("arguments", ANSWERS, ids=" ".join)
+def test_help_for_a_reader_that_has_enough_gives_no_message(arguments: list[str]) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    ended = subprocess.run(
+        [sys.executable, "-m", "colossal_lite", *arguments],
+        stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (cli.PIPE_CLOSED, "")
+
+
+def test_an_interrupt_ends_a_command_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(self: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.Doctor, "run", interrupted)
+    assert cli.main(["doctor"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "colossal-lite: interrupted\n"
