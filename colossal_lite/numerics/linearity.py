@@ -21,9 +21,11 @@ OTHER_PART = -16.0
 """The multiple of every other element: none goes below a threshold that depends on the largest unseen."""
 
 
-def is_multiple(found: Tensor, given: Tensor, factor: float) -> bool:
-    """Whether `found` is `factor` times what was `given`, as far as numbers are finite."""
-    return _is_near(found, given.detach().double() * factor, TOLERANCE.get(given.dtype, TOLERANCE_16_BIT))
+def is_multiple(found: Tensor, given: Tensor, factor: float, lost: float = 0.0) -> bool:
+    """Whether `found` is `factor` times what was `given`, as far as numbers are finite. `lost`: by how much more each
+    element may be off."""
+    right = given.detach().double() * factor
+    return _is_near(found, right, TOLERANCE.get(given.dtype, TOLERANCE_16_BIT), lost)
 
 
 def is_linear(apply: Callable[[Any], Any], given: Any, result: Any) -> bool | None:
@@ -61,11 +63,11 @@ def _adds_up(whole: Tensor, part: Tensor, mixed: Tensor) -> bool:
     return _is_near(mixed, right, tolerance)
 
 
-def _is_near(found: Tensor, right: Tensor, tolerance: float) -> bool:
+def _is_near(found: Tensor, right: Tensor, tolerance: float, lost: float = 0.0) -> bool:
     made = found.detach().double()
     if not bool(right.isfinite().all() & made.isfinite().all()):  # 16 bits may have no room
         return True
-    return not right.numel() or bool(((made - right).abs() <= tolerance * right.abs().amax()).all())
+    return not right.numel() or bool(((made - right).abs() <= tolerance * right.abs().amax() + lost).all())
 
 
 def _scaled(given: Any, even: float, odd: float) -> Any:

@@ -219,7 +219,11 @@ class OwnCriterion:
 
 
 def _check_linear(total: Tensor, whole: Tensor) -> None:
-    """Raises ValueError where the gradient of the logits is not linear in what backward starts from."""
+    """Raises ValueError where the gradient of the logits is not linear in what backward starts from. Small numbers of
+    fp16 have few digits: some units of the last one are let be."""
+    limits = torch.finfo(whole.dtype)
+    digit = 4 * limits.smallest_normal * limits.eps * -SEED
+    lost = digit, digit, digit * (whole.shape[-1] if whole.dim() else 1)
 
     def rows(seed: float) -> Tensor:
         """Of each row the least, the largest, and the sum of sizes. One gradient of the logits is there at a time."""
@@ -232,7 +236,8 @@ def _check_linear(total: Tensor, whole: Tensor) -> None:
 
     one, times = rows(1.0), rows(SEED)
     turned = torch.stack((times[1], times[0], -times[2]))  # as the factor is negative
-    if not all(is_multiple(found, given, SEED) for found, given in zip(turned, one, strict=True)):
+    pairs = zip(turned, one, lost, strict=True)
+    if not all(is_multiple(found, given, SEED, least) for found, given, least in pairs):
         raise ValueError(
             f"criterion: the gradient of the logits is not linear, as {SEED:g} times the loss shows. Backward starts "
             f"from a sum over the labels of a part of the batch. So the result would be another than in one process. "

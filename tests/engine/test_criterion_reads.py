@@ -434,3 +434,26 @@ def test_a_look_leaves_the_gradients_that_tensors_of_a_criterion_retain() -> Non
     first, *others = [x.grad for x in kept]
     assert first is not None and len(others) == 2
     assert all(torch.equal(first, each) for each in others if each is not None)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-2, 1e-4, 1e-6])
+def test_small_gradients_of_fp16_are_no_fault_of_a_criterion(size: float) -> None:
+    """The numbers of fp16 below 6e-5 have few digits, and there are none below 6e-8."""
+    config = dict(precision="fp16", optimizer=dict(type="sgd", lr=0.5))
+    with cl.launch(config, rank=0, world_size=1) as context:
+        engine = cl.initialize(Model(), context=context, criterion=lambda x, y: size * mean(x.float(), y))
+        for n in range(9):
+            engine.train_step(batch(n))
+
+
+def test_a_clamp_of_the_gradient_is_a_fault_of_a_criterion_in_fp16_too() -> None:
+    def criterion(logits: Tensor, labels: Tensor) -> Tensor:
+        if logits.requires_grad:
+            logits.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        return mean(logits.float(), labels)
+
+    config = dict(precision="fp16", optimizer=dict(type="sgd", lr=0.5))
+    with cl.launch(config, rank=0, world_size=1) as context:
+        engine = cl.initialize(Model(), context=context, criterion=criterion)
+        told = told_of(lambda: [engine.train_step(batch(n)) for n in range(2)])
+    assert "the gradient of the logits is not linear" in told
