@@ -21,11 +21,18 @@ OTHER_PART = -16.0
 """The multiple of every other element: none goes below a threshold that depends on the largest unseen."""
 
 
-def is_multiple(found: Tensor, given: Tensor, factor: float, lost: float = 0.0) -> bool:
-    """Whether `found` is `factor` times what was `given`, as far as numbers are finite. `lost`: by how much more each
-    element may be off."""
+def is_multiple(found: Tensor, given: Tensor, factor: float, *, terms: int = 1) -> bool:
+    """Whether `found` is `factor` times what was `given`, as far as numbers are finite. `terms`: of how many numbers
+    each is a sum."""
     right = given.detach().double() * factor
+    lost = terms * abs(factor) * _lost_digits(given.dtype)
     return _is_near(found, right, TOLERANCE.get(given.dtype, TOLERANCE_16_BIT), lost)
+
+
+def _lost_digits(dtype: torch.dtype) -> float:
+    """What the smallest numbers may be off. Those of fp16 below 6e-5 have few digits, and gradients are as small."""
+    limits = torch.finfo(dtype)
+    return float(4 * limits.smallest_normal * limits.eps)
 
 
 def is_linear(apply: Callable[[Any], Any], given: Any, result: Any) -> bool | None:
@@ -60,10 +67,10 @@ def _adds_up(whole: Tensor, part: Tensor, mixed: Tensor) -> bool:
     first = part.detach().double()
     right = first + OTHER_PART * (whole.detach().double() - first)
     tolerance = SUM_TOLERANCE.get(whole.dtype, TOLERANCE.get(whole.dtype, TOLERANCE_16_BIT))
-    return _is_near(mixed, right, tolerance)
+    return _is_near(mixed, right, tolerance, abs(OTHER_PART) * _lost_digits(whole.dtype))
 
 
-def _is_near(found: Tensor, right: Tensor, tolerance: float, lost: float = 0.0) -> bool:
+def _is_near(found: Tensor, right: Tensor, tolerance: float, lost: float) -> bool:
     made = found.detach().double()
     if not bool(right.isfinite().all() & made.isfinite().all()):  # 16 bits may have no room
         return True

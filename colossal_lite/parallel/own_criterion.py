@@ -219,11 +219,7 @@ class OwnCriterion:
 
 
 def _check_linear(total: Tensor, whole: Tensor) -> None:
-    """Raises ValueError where the gradient of the logits is not linear in what backward starts from. Small numbers of
-    fp16 have few digits: some units of the last one are let be."""
-    limits = torch.finfo(whole.dtype)
-    digit = 4 * limits.smallest_normal * limits.eps * -SEED
-    lost = digit, digit, digit * (whole.shape[-1] if whole.dim() else 1)
+    """Raises ValueError where the gradient of the logits is not linear in what backward starts from."""
 
     def rows(seed: float) -> Tensor:
         """Of each row the least, the largest, and the sum of sizes. One gradient of the logits is there at a time."""
@@ -236,8 +232,8 @@ def _check_linear(total: Tensor, whole: Tensor) -> None:
 
     one, times = rows(1.0), rows(SEED)
     turned = torch.stack((times[1], times[0], -times[2]))  # as the factor is negative
-    pairs = zip(turned, one, lost, strict=True)
-    if not all(is_multiple(found, given, SEED, least) for found, given, least in pairs):
+    terms = 1, 1, whole.shape[-1] if whole.dim() else 1
+    if not all(is_multiple(*pair, SEED, terms=n) for *pair, n in zip(turned, one, terms, strict=True)):
         raise ValueError(
             f"criterion: the gradient of the logits is not linear, as {SEED:g} times the loss shows. Backward starts "
             f"from a sum over the labels of a part of the batch. So the result would be another than in one process. "

@@ -249,6 +249,21 @@ def test_a_hook_on_a_module_that_is_not_linear_is_refused(
         run_world(gradients, 1, {}, change, "", False, late)
 
 
+@pytest.mark.parametrize("change", [halve_inputs, mask])
+@pytest.mark.parametrize("size", [1.0, 1e-5, 1e-7])
+def test_small_gradients_of_fp16_are_no_fault_of_a_hook(change: Callable[[Model], None], size: float) -> None:
+    """The numbers of fp16 below 6e-5 have few digits, and there are none below 6e-8."""
+    with cl.launch(dict(precision="fp16"), rank=0, world_size=1) as context:
+        model = Model("")
+        change(model)
+        engine = cl.initialize(model, context=context)
+        ids, labels = batch()
+        for _ in range(2):
+            logits = engine(ids).float()
+            engine.backward(size * F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+            engine.step()
+
+
 @pytest.mark.parametrize("changes", [{}, dict(parallel=dict(tensor=2))], ids=["data", "tensor"])
 @pytest.mark.parametrize("within", ["function", "tensor"])
 def test_code_of_a_forward_whose_backward_is_not_linear_is_refused(
