@@ -232,8 +232,8 @@ def _check_linear(total: Tensor, whole: Tensor) -> None:
 
     one, times = rows(1.0), rows(SEED)
     turned = torch.stack((times[1], times[0], -times[2]))  # as the factor is negative
-    terms = 1, 1, whole.shape[-1] if whole.dim() else 1
-    if not all(is_multiple(*pair, SEED, terms=n) for *pair, n in zip(turned, one, terms, strict=True)):
+    pairs = zip(turned, one, (1, 1, whole.shape[-1] if whole.dim() else 1), strict=True)
+    if not all(is_multiple(found, given, SEED, terms=terms) for found, given, terms in pairs):
         raise ValueError(
             f"criterion: the gradient of the logits is not linear, as {SEED:g} times the loss shows. Backward starts "
             f"from a sum over the labels of a part of the batch. So the result would be another than in one process. "
