@@ -433,7 +433,7 @@ def test_a_look_leaves_the_gradients_that_tensors_of_a_criterion_retain() -> Non
             engine.train_step(batch(0))
     first, *others = [x.grad for x in kept]
     assert first is not None and len(others) == 2
-    assert all(torch.equal(first, each) for each in others if each is not None)
+    assert all(each is not None and torch.equal(first, each) for each in others)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-2, 1e-4, 1e-6])

@@ -117,7 +117,7 @@ def test_a_copy_that_was_interrupted_is_over_for_whoever_waits_or_closes() -> No
     assert time.monotonic() - start < 30.0
 
 
-def test_an_interrupt_of_who_asks_for_a_copy_on_a_stream_is_raised_there_and_told_to_whoever_waits() -> None:
+def test_an_interrupt_of_who_asks_for_a_copy_on_a_stream_is_raised_there_and_the_link_goes_on() -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt("planted")
 
@@ -187,6 +187,7 @@ def test_a_demanded_copy_that_comes_later_passes_a_prefetch_that_the_thread_wait
     start = time.monotonic()
     while not up._waits and time.monotonic() - start < 5.0:
         time.sleep(0.001)
+    assert up._waits
     demanded = up.run(lambda: None, 0)
     demanded.handed()
     assert not waiting.is_handed and time.monotonic() - start < 5.0
