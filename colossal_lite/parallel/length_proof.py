@@ -72,7 +72,8 @@ class LengthProofs:
     cuts: str
     """The settings that cut the model, for messages."""
     proven: dict[bool, set[Pair] | None]
-    """Pairs of the paths that are proven, with values and on meta; None where the copy does not run so."""
+    """Pairs of the paths that are proven, with values and on meta; None where the copy does not run so. Those on meta
+    are missing until a sequence is that long."""
     warns: bool = True
     """Whether a warning may be given: once, and by one rank."""
     _seen: set[int] = field(default_factory=set)
@@ -84,7 +85,7 @@ class LengthProofs:
             return
         self._seen.add(tokens)
         padded, on_meta = tokens + -tokens % self.pads.parts, tokens > MOST_TOKENS
-        proven = self.proven[on_meta]
+        proven = self._proven_on_meta() if on_meta else self.proven[False]
         if proven is None:
             return
         try:
@@ -105,6 +106,13 @@ class LengthProofs:
                     f"that does not decide by the length, or a run without {self.cuts}"
                 )
             proven |= plain | longer
+
+    def _proven_on_meta(self) -> set[Pair] | None:
+        if True not in self.proven:
+            self.proven[True] = None
+            with suppress(NotRunError):
+                self.proven[True] = pairs_of(self.small, few_tokens(self.small.model), on_meta=True)
+        return self.proven[True]
 
     def _difference(self, tokens: int, padded: int, *, is_new: bool, is_other: bool) -> str:
         try:
@@ -162,11 +170,8 @@ def proofs_at(
     def tried(small: SmallCopy) -> LengthProofs | None:
         if small.tokens is not None:  # it takes no other length
             return None
-        first = few_tokens(small.model)
-        proven: dict[bool, set[Pair] | None] = {False: pairs_of(small, first, on_meta=False), True: None}
-        with suppress(NotRunError):
-            proven[True] = pairs_of(small, first, on_meta=True)
-        return LengthProofs(small, tuple(proofs), pads, cuts, proven, warns)
+        first = pairs_of(small, few_tokens(small.model), on_meta=False)
+        return LengthProofs(small, tuple(proofs), pads, cuts, {False: first}, warns)
 
     try:
         return on_a_copy(model, roles, tried, is_quick=True)

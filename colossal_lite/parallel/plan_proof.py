@@ -337,11 +337,13 @@ class FirstBatch:
     def _check_parts(self, batch: Batch, number: int) -> None:
         assert self.model is not None
         parts, model, kind = batch.cut(number), self.model, type(self.model.inner).__name__
-        if self.cuts and difference_of_parts(model, batch, parts, sum_of_squares):
+        if not self.cuts or not difference_of_parts(model, batch, parts, sum_of_squares, SEED):
+            return
+        if difference_of_parts(model, batch, parts, sum_of_squares):
             model = PerSample(model.inner, fixed_outputs(model.inner, batch, parts[0]))
             if found := difference_of_parts(model, batch, parts, sum_of_squares):
                 _refuse_mixing(kind, "a copy", found.removeprefix("inner."), self.cuts)
-        if self.cuts and (found := difference_of_parts(model, batch, parts, sum_of_squares, SEED)):
+        if found := difference_of_parts(model, batch, parts, sum_of_squares, SEED):
             raise ValueError(_not_linear(kind, found.removeprefix("inner.")))
 
 

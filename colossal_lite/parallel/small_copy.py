@@ -39,6 +39,8 @@ MOST_TOKENS = 128
 LIMIT_BYTES = 256 << 20
 """Two blocks as wide as 1,024, of a model whose widths cannot be divided."""
 KEPT_ALIKE = 2
+NO_FULL_LOOK = 1 << 30
+"""Looks at newer objects before Python looks at all."""
 SHARED_NUMEL = 1 << 18
 """Buffers above this size are not copied: tables that forwards read."""
 
@@ -131,14 +133,12 @@ def has_more_blocks(model: nn.Module, roles: Mapping[str, Role]) -> bool:
 @contextmanager
 def frozen_heap() -> Iterator[None]:
     """Context of many copies: Python looks for garbage among new objects alone. A look at all takes up to a second."""
-    is_ours = gc.isenabled() and not gc.get_freeze_count()
-    if is_ours:
-        gc.freeze()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*thresholds[:2], NO_FULL_LOOK)
     try:
         yield
     finally:
-        if is_ours:
-            gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
