@@ -7,9 +7,10 @@ holds full sequences, and is the same on all ranks of one data coordinate.  Labe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -76,34 +77,65 @@ class Batch:
         """This batch; or one row of ones in the place of no rows. A model that is not ours may fail on zero samples.
         The rank must still take part in gathers and sums. Whoever asks drops the outputs of that row."""
 
-        def padded(tensor: Tensor) -> Tensor:
-            return tensor.new_ones((1, *tensor.shape[1:])) if tensor.dim() and not tensor.shape[0] else tensor
+        def padded(rows: Any) -> Any:
+            if not isinstance(rows, Tensor) or len(rows):
+                return rows
+            return rows.new_ones((1, *rows.shape[1:]))
 
         return replace(
             self,
-            args=tuple(padded(tensor) for tensor in self.args),
-            kwargs={name: padded(tensor) for name, tensor in self.kwargs.items()},
+            args=tuple(take_rows(value, 0, padded) for value in self.args),
+            kwargs={name: take_rows(value, 0, padded) for name, value in self.kwargs.items()},
             labels=padded(self.labels),
             samples=padded(self.samples),
         )
 
     def cut(self, parts: int) -> tuple[Batch, ...]:
-        """`parts` consecutive micro-batches whose sizes differ by one at most, larger ones first; some may be empty."""
+        """`parts` consecutive micro-batches whose sizes differ by one at most, larger ones first; some may be empty. An
+        argument without a row for each sample, such as a number, is in all of them."""
         if parts == 1:
             return (self,)
 
-        args = [tensor.tensor_split(parts) for tensor in self.args]
-        kwargs = {name: tensor.tensor_split(parts) for name, tensor in self.kwargs.items()}
         labels, samples = self.labels.tensor_split(parts), self.samples.tensor_split(parts)
+        stops = list(accumulate(len(part) for part in samples))
+
+        def piece(part: int, value: Any) -> Any:
+            rows = slice(stops[part] - len(samples[part]), stops[part])
+            return take_rows(value, self.size, lambda whole: whole[rows])
+
         return tuple(
             Batch(
-                tuple(pieces[part] for pieces in args),
-                {name: pieces[part] for name, pieces in kwargs.items()},
+                tuple(piece(part, value) for value in self.args),
+                {name: piece(part, value) for name, value in self.kwargs.items()},
                 labels[part],
                 samples[part],
             )
             for part in range(parts)
         )
+
+
+def take_rows(value: Any, samples: int, take: Callable[[Any], Any]) -> Any:
+    """An argument of a forward, with `take` of all in it that has a row for each of the `samples`. These are tensors,
+    also in lists, tuples and mappings, and lists of one entry for each. All else stays."""
+
+    def is_rows(each: Any) -> bool:
+        return isinstance(each, Tensor) and each.dim() > 0 and len(each) == samples
+
+    match value:
+        case Tensor():
+            return take(value) if is_rows(value) else value
+        case Mapping():
+            return {key: take_rows(each, samples, take) for key, each in value.items()}
+        case list() if len(value) == samples:
+            return take(value)
+        case tuple() if len(value) == samples and not any(map(is_rows, value)):
+            return take(value)
+        case list():
+            return [take_rows(each, samples, take) for each in value]
+        case tuple():
+            rows = [take_rows(each, samples, take) for each in value]
+            return type(value)(*rows) if hasattr(value, "_fields") else tuple(rows)
+    return value
 
 
 def first_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

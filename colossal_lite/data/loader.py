@@ -55,7 +55,7 @@ def cut_batch(batch: Any, parts: int, part: int) -> Any:
             f"mapping of tensors with the same number of samples first"
         )
     piece = slice(*cut(sizes.pop(), parts, part))
-    return apply_to_tensors(batch, lambda x: x[piece])
+    return apply_to_tensors(tuple(batch) if type(batch) is list else batch, lambda x: x[piece])
 
 
 def _values(batch: Mapping[Any, Any] | tuple[Any, ...] | list[Any]) -> Iterable[Any]:
@@ -204,12 +204,14 @@ def collated(collate: Collate | None, rows: list[Any], form: Any = None) -> Any:
 
 
 def apply_to_tensors(batch: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """`batch` with `fn` applied to every tensor in its tuples, lists (which become tuples) and mappings (dicts)."""
+    """`batch` with `fn` applied to every tensor in its tuples, lists and mappings (which become dicts)."""
     match batch:
         case Tensor():
             return fn(batch)
         case Mapping():
             return {key: apply_to_tensors(value, fn) for key, value in batch.items()}
         case list() | tuple():
-            return tuple(apply_to_tensors(value, fn) for value in batch)
+            values = [apply_to_tensors(value, fn) for value in batch]
+            is_named = isinstance(batch, tuple) and hasattr(batch, "_fields")
+            return type(batch)(*values) if is_named else values if isinstance(batch, list) else tuple(values)
     return batch

@@ -155,7 +155,7 @@ def _initialize(
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
     if recipes is None:
         check_values(module)
-    facts = _check_model(module, context)
+    facts = _check_model(module, context, criterion)
     first_batch, pads_alone = _of_batches(module, context)
     shown, few = _example(example, module, facts, context, criterion)
     loss = _loss_by(criterion, module, context, few)
@@ -276,7 +276,9 @@ def _tell_of_end(context: Context, result: StepResult) -> None:
             warnings.warn(told, stacklevel=5)
 
 
-def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
+def _check_model(
+    module: nn.Module, context: Context, criterion: Criterion | Literal["model"] | None
+) -> ModelFacts | None:
     """The sizes of a model, if it states them. Raises ConfigError for sizes that the config cannot split. Raises
     ValueError for a model that cannot be trained, or not in parts."""
     check_lazy(module)
@@ -302,7 +304,7 @@ def _check_model(module: nn.Module, context: Context) -> ModelFacts | None:
             f"model: {scripted or 'it'} is a torch.jit module, which takes no hooks; legal: the module before "
             f"torch.jit.script or trace"
         )
-    check_labels_optional(module)
+    check_labels_optional(module, own_loss=criterion == "model")
     check_batchwide(module, _cuts(context, splits(context.config)), recomputes(context.config))
     check_max_norm(module, _copies(context))
     check_tables(module, _cuts(context, splits(context.config)))

@@ -152,10 +152,11 @@ def _argument(model: nn.Module) -> str:
     )
 
 
-def check_labels_optional(model: nn.Module) -> None:
-    """Raises ModelLossError for a forward that cannot be called without labels, as copies, plans and evaluation do."""
+def check_labels_optional(model: nn.Module, *, own_loss: bool) -> None:
+    """Raises ModelLossError for a forward that cannot be called without labels, as copies, plans and evaluation do.
+    `own_loss`: the model gives the loss. Else a required `y` or `tgt` is an input, as of `nn.Transformer`."""
     taken = signature(model.forward).parameters
-    name = next((name for name in NAMES if name in taken), None)
+    name = next((name for name in (NAMES if own_loss else CLEAR_NAMES) if name in taken), None)
     if name is not None and taken[name].default is Parameter.empty and len(taken) > 1:
         raise ModelLossError(
             f"model: {type(model).__name__}.forward{signature(model.forward)} requires {name}, and a model gets the "

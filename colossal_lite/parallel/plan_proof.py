@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from colossal_lite.config.parallel_schema import TENSOR_MODES, TensorConfig
-from colossal_lite.data.batch import Batch
+from colossal_lite.data.batch import Batch, take_rows
+from colossal_lite.data.loader import apply_to_tensors
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import TORCH
 from colossal_lite.layers.replicated import serial
@@ -326,13 +327,15 @@ class FirstBatch:
         count = min(samples, FEW_SAMPLES)
         if self.repeats and not count % 2:
             with suppress(NotRunError):
-                self.repeats.check(self.model, _rows(args, kwargs, count).cut(2), "a copy", sum_of_squares)
+                self.repeats.check(
+                    self.model, _rows(args, kwargs, samples, count).cut(2), "a copy", sum_of_squares
+                )
         if count > 1:
             with suppress(NotRunError):
-                self._check_parts(_rows(args, kwargs, count), 2)
+                self._check_parts(_rows(args, kwargs, samples, count), 2)
         ranks = max(2, FEW_SAMPLES // count)
         with suppress(NotRunError):
-            self._check_parts(_with_more_rows(args, kwargs, count, ranks), ranks)
+            self._check_parts(_with_more_rows(args, kwargs, samples, count, ranks), ranks)
 
     def _check_parts(self, batch: Batch, number: int) -> None:
         assert self.model is not None
@@ -347,29 +350,35 @@ class FirstBatch:
             raise ValueError(_not_linear(kind, found.removeprefix("inner.")))
 
 
-def _rows(args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Batch:
-    """The first rows of the arguments of a forward, on the CPU and in float64."""
+def _rows(args: Sequence[Any], kwargs: Mapping[str, Any], samples: int, count: int) -> Batch:
+    """The first `count` of the `samples` rows of the arguments of a forward, on the CPU and in float64."""
+
+    def plain(x: Tensor) -> Tensor:
+        return x.detach().double() if x.is_floating_point() else x.detach()
 
     def few(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.dim():
-            return value
-        some = value.detach()[:count]
-        return some.double() if some.is_floating_point() else some
+        return apply_to_tensors(take_rows(value, samples, lambda rows: rows[:count]), plain)
 
     numbers = torch.arange(count)
     return Batch(tuple(map(few, args)), {n: few(x) for n, x in kwargs.items()}, numbers, numbers)
 
 
-def _with_more_rows(args: Sequence[Any], kwargs: Mapping[str, Any], count: int, ranks: int) -> Batch:
+def _with_more_rows(
+    args: Sequence[Any], kwargs: Mapping[str, Any], samples: int, count: int, ranks: int
+) -> Batch:
     """As `_rows`, with as many for each of further `ranks`: the same ones rolled, where rows have several values."""
 
-    def for_all(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.dim():
-            return value
-        some = value[:count]
+    def more(rows: Any) -> Any:
+        some = rows[:count]
+        if not isinstance(some, Tensor):
+            return some * ranks
         return torch.cat([some.roll(rank, -1) if some.dim() > 1 else some for rank in range(ranks)])
 
-    return _rows([for_all(x) for x in args], {n: for_all(x) for n, x in kwargs.items()}, ranks * count)
+    def for_all(value: Any) -> Any:
+        return take_rows(value, samples, more)
+
+    total = ranks * count
+    return _rows([for_all(x) for x in args], {n: for_all(x) for n, x in kwargs.items()}, total, total)
 
 
 FEW_SAMPLES = 4
@@ -403,14 +412,16 @@ def _rows_of(outputs: Any) -> list[Tensor]:
 
 
 def fixed_outputs(model: nn.Module, batch: Batch, part: Batch) -> frozenset[int]:
-    """The numbers of outputs with one shape for a batch and a `part` of it, such as a parameter. They may have as many
-    rows as the part has samples. None if all are such, or the model does not run."""
+    """The numbers of outputs that have no more rows for more samples: a `part` of a batch, and the batch. One is a
+    parameter, another the last state of an RNN, with the samples second. They may have as many rows as the part has
+    samples. None if all are such, or the model does not run."""
     with generators_kept(), torch.no_grad(), suppress(Exception):
         whole, some = (
             [x.shape for x in _rows_of(deep_copy(model).train()(*each.args, **each.kwargs))]
             for each in (batch, part)
         )
-        fixed = frozenset(i for i, (a, b) in enumerate(zip(whole, some, strict=True)) if a == b)
+        pairs = enumerate(zip(whole, some, strict=True))
+        fixed = frozenset(i for i, (a, b) in pairs if a == b or a[0] * part.size != b[0] * batch.size)
         return fixed if len(fixed) < len(whole) else frozenset()
     return frozenset()
 
