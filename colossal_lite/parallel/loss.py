@@ -61,12 +61,14 @@ def with_logits(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     changed = change(found)
     if place == "":
         return changed
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*(changed if each is found else each for each in outputs))
     if place == 0:
         return (changed, *outputs[1:])
     if isinstance(outputs, dict):
         outputs["logits"] = changed  # an object of Hugging Face's is both
-    else:
-        outputs.logits = changed
+        return outputs
+    object.__setattr__(outputs, "logits", changed)  # of a frozen dataclass too
     return outputs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -165,6 +166,54 @@ def test_a_required_argument_that_need_not_be_labels_is_an_input(name: str) -> N
     for gradients in run_world(two_inputs, 2, name):
         for key, p in plain.named_parameters():
             torch.testing.assert_close(gradients[key], p.grad, rtol=1e-10, atol=1e-12)
+
+
+class Named(NamedTuple):
+    logits: Tensor
+    rest: Any
+
+
+class Unnamed(NamedTuple):
+    y: Tensor
+    rest: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    logits: Tensor
+
+
+GIVES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "a named tuple with logits": (lambda y: Named(y, [None, "word"]), lambda out: out.logits),
+    "a named tuple without": (lambda y: Unnamed(y, 3), lambda out: out.y),
+    "a frozen dataclass": (Frozen, lambda out: out.logits),
+}
+
+
+class Giving(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.inner = what, nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return GIVES[self.what][0](self.inner(x))
+
+
+def giving(env: RankEnv, what: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    with env.launch(CONFIG) as context:
+        engine = cl.initialize(Giving(what).double(), context=context)
+        engine.backward(GIVES[what][1](engine(context.local_batch([vectors(4)])[0])).square().mean())
+        return engine.full_gradients()
+
+
+@pytest.mark.parametrize("what", GIVES)
+def test_what_a_forward_gives_keeps_its_form(what: str) -> None:
+    torch.manual_seed(0)
+    plain = Giving(what).double()
+    GIVES[what][1](plain(vectors(4))).square().mean().backward()
+    for gradients in run_world(giving, 2, what):
+        torch.testing.assert_close(gradients["inner.weight"], plain.inner.weight.grad, rtol=1e-10, atol=1e-12)
 
 
 class Sample(NamedTuple):
