@@ -49,6 +49,7 @@ class MicroBatches:
         `padding.sees_padding` has it. `loss`: what reads the labels."""
         looks: tuple[FirstLook | None, ...] = first_batch, parallelized.first_swap
         self._looks = [each for each in looks if each is not None]
+        self._first_batch = first_batch
         self._refusal = first_batch.refusal if first_batch else ""
         self._sees_padding = sees_padding
         self._allowed, self._loss = allowed, loss
@@ -86,10 +87,11 @@ class MicroBatches:
                     self._parallelized.local_part(part)
         return parts
 
-    def look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def look(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_own_loop: bool = False) -> None:
         """Look at the arguments of a forward. Raises ValueError for samples that see each other, or a swap of layers
         that makes another model, by the first ones. Also for a length at which the model in parts is another. And for
-        ids of other lengths on other ranks, if padding is seen; collective then."""
+        ids of other lengths on other ranks, if padding is seen; collective then. `is_own_loop`: its loss may be a
+        number that the forward gives."""
         inputs = first_input(args, kwargs)
         samples = len(inputs)
         if self._sees_padding and inputs.dim() == 2 and "attention_mask" not in kwargs:
@@ -102,6 +104,8 @@ class MicroBatches:
             args, kwargs = apply_to_tensors((args, dict(kwargs)), to_host)
             with _disable_current_modes():
                 for each in now:
+                    if is_own_loop and each is self._first_batch:
+                        self._first_batch.check_numbers(args, kwargs, samples)
                     each.check(args, kwargs, samples)
                     self._looks.remove(each)
 

@@ -31,6 +31,7 @@ from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.linearity import SEED
 from colossal_lite.parallel.copy_batches import is_more_than_words, words
+from colossal_lite.parallel.coupled_numbers import gives_coupled_number
 from colossal_lite.parallel.forward_history import RepeatedForwards
 from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.narrowing import Narrowing, narrowing
@@ -336,6 +337,26 @@ class FirstBatch:
         ranks = max(2, FEW_SAMPLES // count)
         with suppress(NotRunError):
             self._check_parts(_with_more_rows(args, kwargs, samples, count, ranks), ranks)
+
+    def check_numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
+        """As `check`, for a loop of one's own, which may train on a number that forward gives. Raises ValueError for
+        one between samples."""
+        assert self.model is not None
+        few = min(samples, FEW_SAMPLES)
+        self._check_halves(_rows(args, kwargs, samples, few))
+        self._check_halves(_with_more_rows(args, kwargs, samples, few, max(2, FEW_SAMPLES // few)))
+
+    def _check_halves(self, batch: Batch) -> None:
+        assert self.model is not None
+        model = self.model.inner
+        with suppress(NotRunError):
+            if self.cuts and batch.size > 1 and gives_coupled_number(model, batch, batch.cut(2)):
+                raise ValueError(
+                    f"model: {type(model).__name__} gives a number that is no mean over its samples. On a copy, that "
+                    f"of a batch is not one of its halves. {' and '.join(self.cuts)} would run it on parts of a batch, "
+                    f"with another result. Legal: outputs of samples, and a loss of engine.all_samples(outputs); "
+                    f"a mean; .detach() of a mere log"
+                )
 
     def _check_parts(self, batch: Batch, number: int) -> None:
         assert self.model is not None
