@@ -7,9 +7,10 @@ holds full sequences, and is the same on all ranks of one data coordinate.  Labe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -116,7 +117,7 @@ class Batch:
 
 def take_rows(value: Any, samples: int, take: Callable[[Any], Any]) -> Any:
     """An argument of a forward, with `take` of all in it that has a row for each of the `samples`. These are tensors,
-    also in lists, tuples and mappings, and lists of one entry for each. All else stays."""
+    also in lists, tuples, mappings and dataclasses, and lists of one entry for each. All else stays."""
 
     def is_rows(each: Any) -> bool:
         return isinstance(each, Tensor) and each.dim() > 0 and len(each) == samples
@@ -135,6 +136,11 @@ def take_rows(value: Any, samples: int, take: Callable[[Any], Any]) -> Any:
         case tuple():
             rows = [take_rows(each, samples, take) for each in value]
             return type(value)(*rows) if hasattr(value, "_fields") else tuple(rows)
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            part = copy.copy(value)
+            for each in fields(value):
+                object.__setattr__(part, each.name, take_rows(getattr(value, each.name), samples, take))
+            return part
     return value
 
 

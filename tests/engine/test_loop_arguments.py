@@ -17,6 +17,11 @@ D, STEPS = 6, 3
 CONFIG = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.2), timeout_s=60)
 
 
+@dataclass(frozen=True)
+class Beside:
+    one: Tensor
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +32,7 @@ class Model(nn.Module):
     ) -> Tensor:
         x = torch.tanh(self.wide(x)) * times
         if beside is not None:
-            x = x + beside["one"] * beside["two"][0]
+            x = x + (beside.one if isinstance(beside, Beside) else beside["one"] * beside["two"][0])
         if rows is not None:
             x = x + torch.stack([row.mean(0) for row in rows])
         out: Tensor = getattr(self, head)(x)
@@ -48,6 +53,7 @@ GIVEN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a tensor of one number": lambda model, x: model(x, times=torch.tensor(0.5, dtype=torch.float64)),
     "None and a word": lambda model, x: model(head="b", beside=None, x=x),
     "a mapping with a tuple": lambda model, x: model(x, beside=dict(one=x.sin(), two=(x.cos(),))),
+    "a dataclass": lambda model, x: model(x, beside=Beside(x.sin())),
     "a list of samples": lambda model, x: model(x, rows=of_lengths(x)),
 }
 
