@@ -58,6 +58,7 @@ from colossal_lite.checkpoint.manifest import (
     misfits,
     model_changes,
     reads,
+    unexpected,
     writes,
 )
 from colossal_lite.checkpoint.owner import FolderClaims, FolderOwnedError
@@ -252,7 +253,6 @@ class Checkpointer:
         config: Mapping[str, Any],
         *,
         model: Mapping[str, Any] | None = None,
-        complete: bool,
         missing_ok: bool = False,
     ) -> Loaded | None:
         """Fill `held` from the newest whole checkpoint in `directory`, or from `directory` if it is one. Collective.
@@ -286,7 +286,7 @@ class Checkpointer:
                     return None
                 raise CheckpointError("\n  ".join([f"load: no whole checkpoint in {directory}", *skipped]))
             path = directory / choice["name"]
-            manifest, changed = self._agree(meeting, path, parts, config, model, choice["crc32"], complete)
+            manifest, changed = self._agree(meeting, path, parts, config, model, choice["crc32"])
             self.is_mixed = True
             stored = [one for one in held if _is_stored(one.name, manifest)]
             plan = reads([one.part() for one in stored], manifest, self._layout, self._rank)
@@ -350,7 +350,6 @@ class Checkpointer:
         config: Mapping[str, Any],
         model: Mapping[str, Any] | None,
         crc32: int,
-        complete: bool,
     ) -> tuple[Manifest, tuple[Change, ...]]:
         """The same manifest on every rank, checked to fit; or the same CheckpointError on every rank."""
         faults: list[str] = []
@@ -365,12 +364,17 @@ class Checkpointer:
                 found = _changes(manifest, config, model)
                 faults = [f"setting: {change}" for change in found if change.meaning == "impossible"]
                 wanted = [part for part in parts if _is_stored(part.name, manifest)]
-                faults += misfits(wanted, manifest, complete=complete)
+                faults += misfits(wanted, manifest)
         except CheckpointError as error:
             faults = [str(error)]
-        meeting.say("fits", faults)
+        meeting.say("fits", {"faults": faults, "held": self._held_of_stage(parts, manifest)})
         if self._rank == 0:
-            meeting.say("misfits", list(dict.fromkeys(f for rows in meeting.hear_all("fits") for f in rows)))
+            said = meeting.hear_all("fits")
+            rows = list(dict.fromkeys(fault for each in said for fault in each["faults"]))
+            if manifest is not None and all(row.startswith(MISFITS) for row in rows):
+                names, places = list(manifest.tensors), {place for each in said for place in each["held"]}
+                rows += unexpected({names[place] for place in places}, manifest)
+            meeting.say("misfits", rows)
         if rows := meeting.hear("misfits"):
             text = "\n  ".join([f"load: {path} does not fit this run", *_by_kind(rows)])
             if any(row.startswith(MISFITS) for row in rows):
@@ -381,6 +385,14 @@ class Checkpointer:
         if old and self._rank == 0:
             warnings.warn(f"{path} has settings by older names: {', '.join(old)}", stacklevel=2)
         return manifest, _changes(manifest, config, model)
+
+    def _held_of_stage(self, parts: Sequence[TensorSlice], manifest: Manifest | None) -> list[int]:
+        """The places in a manifest of the tensors of this rank's stage, which its first rank alone tells."""
+        coords = self._layout.coords(self._rank)
+        if manifest is None or any(coord for axis, coord in coords.items() if axis != "pipeline"):
+            return []
+        names = {part.name for part in parts}
+        return [place for place, name in enumerate(manifest.tensors) if name in names]
 
     def _fill(
         self, path: Path, held: Sequence[HeldTensor], plan: Sequence[Read], manifest: Manifest

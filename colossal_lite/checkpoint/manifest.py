@@ -15,7 +15,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
@@ -358,8 +358,8 @@ MISFITS = ("missing: ", "shape: ", "dtype: ", "unexpected: ", "setting: ")
 """How a misfit begins: not in the checkpoint, of another shape or dtype, not in the run, of another setting."""
 
 
-def misfits(parts: Sequence[TensorSlice], manifest: Manifest, *, complete: bool) -> list[str]:
-    """Why a checkpoint cannot fill these parts. `complete`: they are all tensors of the world."""
+def misfits(parts: Sequence[TensorSlice], manifest: Manifest) -> list[str]:
+    """Why a checkpoint cannot fill these parts."""
     mine = {part.name: part for part in parts}
     faults = [
         f"missing: {name} {part.spec.shape} is not in the checkpoint"
@@ -376,13 +376,16 @@ def misfits(parts: Sequence[TensorSlice], manifest: Manifest, *, complete: bool)
         for name, part in mine.items()
         if name in manifest.tensors and not _converts(manifest.tensors[name].dtype, part.dtype)
     ]
-    if complete:
-        faults += [
-            f"unexpected: {name} {s.shape} is not in this run"
-            for name, s in manifest.tensors.items()
-            if name not in mine
-        ]
     return faults
+
+
+def unexpected(names: Container[str], manifest: Manifest) -> list[str]:
+    """The tensors of a checkpoint that a world with tensors of these names has not."""
+    return [
+        f"unexpected: {name} {stored.shape} is not in this run"
+        for name, stored in manifest.tensors.items()
+        if name not in names
+    ]
 
 
 def _converts(saved: str, wanted: str) -> bool:

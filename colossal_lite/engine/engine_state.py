@@ -180,14 +180,13 @@ class EngineState:
             self._give_up()
         with suppress(DiskError):  # as in `save`
             self.rest()
-        held, complete = list(self.full.held()), self.mesh.size("pipeline") == 1
+        held = list(self.full.held())
         settings = self._parts.config.values()
         self._optimizer.changing(self._frozen)
         try:
             with self.mesh.progress.during("load"):
                 loaded = self.checkpoints.load(
-                    directory, held, settings, model=own_config(self._model), complete=complete,
-                    missing_ok=missing_ok,
+                    directory, held, settings, model=own_config(self._model), missing_ok=missing_ok,
                 )  # fmt: skip
         except BaseException:
             if not self.checkpoints.is_mixed:

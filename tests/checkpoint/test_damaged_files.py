@@ -160,7 +160,7 @@ def test_each_of_500_damages_is_found_and_named(saved: Path) -> None:
         assert after != before and faults, f"{damage.__name__} {seed} was not found"
         assert any(all(name in fault for name in named) for fault in faults), (damage.__name__, named, faults)
         with pytest.raises(CheckpointError) as caught:
-            disk().load(saved, held_of(), {"seed": 7}, complete=True)
+            disk().load(saved, held_of(), {"seed": 7})
         assert named[0] in str(caught.value)
         for name, data in before.items():
             if after.get(name) != data:
@@ -175,7 +175,7 @@ def test_a_damaged_one_is_passed_over_for_the_one_before(saved: Path, damage: Da
     rewrite(older, lambda content: content.update(step=4))
     damage(saved, random.Random(1))
     held = held_of(torch.zeros)
-    loaded = disk().load(saved.parent, held, {"seed": 7}, complete=True)
+    loaded = disk().load(saved.parent, held, {"seed": 7})
     assert loaded is not None and loaded.path == older and len(loaded.skipped) == 1
     assert all(one.tensor.any() for one in held)
 
@@ -207,7 +207,7 @@ def test_a_step_folder_that_is_renamed_or_linked_is_told_and_the_one_before_is_t
     shutil.copytree(saved, older)
     rewrite(older, lambda content: content.update(step=4))
     path = change(saved)
-    loaded = disk().load(saved.parent, held_of(torch.zeros), {"seed": 7}, complete=True)
+    loaded = disk().load(saved.parent, held_of(torch.zeros), {"seed": 7})
     assert loaded is not None and loaded.path == older
     (skipped,) = loaded.skipped
     assert (
@@ -216,9 +216,9 @@ def test_a_step_folder_that_is_renamed_or_linked_is_told_and_the_one_before_is_t
         and [said in fault for fault in verify(path)] == [True]
     )
     with pytest.raises(CheckpointError, match=path.name):
-        disk().load(path, held_of(), {"seed": 7}, complete=True)
+        disk().load(path, held_of(), {"seed": 7})
     other = path.resolve().rename(path.parent / "best")
-    best = disk().load(other, held_of(torch.zeros), {"seed": 7}, complete=True)
+    best = disk().load(other, held_of(torch.zeros), {"seed": 7})
     assert best is not None and best.step == 5
 
 
@@ -429,7 +429,7 @@ def test_hostile_input_does_nothing_and_is_named(
     held = held_of(torch.zeros)
     start = time.monotonic()  # one that hangs or fills the memory is no answer
     with pytest.raises(CheckpointError) as caught:
-        disk().load(saved.parent, held, {"seed": 7}, complete=True)
+        disk().load(saved.parent, held, {"seed": 7})
     assert time.monotonic() - start < 20
     assert str(saved) in str(caught.value) and len(str(caught.value)) < 2000
     assert everything(tmp_path) == before and not (tmp_path / "EXECUTED").exists()
@@ -441,7 +441,7 @@ def test_a_folder_of_other_things_holds_no_checkpoint(tmp_path: Path) -> None:
     for name in ("step-1", "step-00000001.bak", ".tmp-step-00000001-ab", "latest", "step-00000001-x"):
         (tmp_path / name).mkdir()
     assert listed(tmp_path) == [] and listed(tmp_path / "none") == []
-    assert disk().load(tmp_path, held_of(), {}, complete=True, missing_ok=True) is None
+    assert disk().load(tmp_path, held_of(), {}, missing_ok=True) is None
 
 
 # ----------------------------------------------------------------------------------------------- the bounds
@@ -554,7 +554,7 @@ def test_names_reach_a_terminal_escaped(saved: Path) -> None:
 
     rewrite(saved, rename)
     with pytest.raises(CheckpointError) as caught:
-        disk().load(saved, held_of(), {"seed": 7}, complete=True)
+        disk().load(saved, held_of(), {"seed": 7})
     for text in (str(caught.value), *verify(saved)):
         assert text.isprintable() or "\n" in text and "".join(text.split("\n")).isprintable()
         assert "tensor \\x1b[2J\\x07\\u202emodel/x" in text
@@ -586,7 +586,7 @@ def test_2000_mutated_manifests_and_headers_are_refused_in_words_or_load_what_wa
     whole = file.read_bytes()
     head = 8 + int.from_bytes(whole[:8], "little")
     whole_state, held = held_of(torch.zeros), held_of(torch.zeros)
-    disk().load(saved, whole_state, {"seed": 7}, complete=True)
+    disk().load(saved, whole_state, {"seed": 7})
     ends = {"manifest loaded": 0, "manifest refused": 0, "header loaded": 0, "header refused": 0}
     reset_peak()
     before = peak_bytes()
@@ -600,7 +600,7 @@ def test_2000_mutated_manifests_and_headers_are_refused_in_words_or_load_what_wa
             file.write_bytes(mutated(whole[:head], chance, same_length=number % 4 == 1) + whole[head:])
         untouched, start = everything(tmp_path), time.monotonic()
         try:
-            disk().load(saved, held, {"seed": 7}, complete=True)
+            disk().load(saved, held, {"seed": 7})
             ends[f"{what} loaded"] += 1
             assert all(map(torch.equal, (h.tensor for h in held), (w.tensor for w in whole_state))), number
         except CheckpointError as error:

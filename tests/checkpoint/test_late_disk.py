@@ -130,12 +130,12 @@ def test_a_load_whose_disk_does_not_answer_ends_and_no_other_load_follows_it(
     with pytest.raises(
         LateError, match=rf"load: rank 0: {newer}.*tensor model/a.weight\[.*was not read in 0.2 s"
     ):
-        ours.load(tmp_path, held, {"seed": 7}, complete=True)
+        ours.load(tmp_path, held, {"seed": 7})
     assert ours.is_mixed, "no step may begin"
     ends(gate, "checkpoint")
     assert held[0].tensor.any(), "a read that ends later does write into what was to be filled"
     with pytest.raises(LateError, match="start the run again"):
-        ours.load(tmp_path, held, {"seed": 7}, complete=True)
+        ours.load(tmp_path, held, {"seed": 7})
 
 
 def test_reads_that_are_on_their_way_when_a_load_passes_on_to_another_checkpoint_have_ended(
@@ -156,7 +156,7 @@ def test_reads_that_are_on_their_way_when_a_load_passes_on_to_another_checkpoint
 
     monkeypatch.setattr(os, "preadv", slow)
     held = held_of(0.0)
-    loaded = disk().load(tmp_path, held, {"seed": 7}, complete=True)
+    loaded = disk().load(tmp_path, held, {"seed": 7})
     assert loaded is not None and loaded.path == saved and len(loaded.skipped) == 1
     assert torch.equal(held[0].tensor, held_of(1.0)[0].tensor)
 

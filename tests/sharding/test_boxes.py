@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.checkpoint.manifest import Manifest, Slice, Stored, TensorSlice, misfits, reads, writes
+from colossal_lite.checkpoint.manifest import (
+    Manifest,
+    Slice,
+    Stored,
+    TensorSlice,
+    misfits,
+    reads,
+    unexpected,
+    writes,
+)
 from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.sharding.boxes import (
     Fragment,
@@ -182,7 +191,7 @@ def test_planned_files_hold_what_any_other_mesh_reads(writer: str, reader: str, 
     manifest, layout = manifest_of(stored), LAYOUTS[reader]
     for rank in range(layout.world_size):
         parts = parts_of(layout, rank, False)
-        assert misfits(parts, manifest, complete=True) == []
+        assert misfits(parts, manifest) == []
         locals_ = [np.full(part.spec.local_shape(layout), -1, np.float32) for part in parts]
         for read in reads(parts, manifest, layout, rank):
             row = read.slice
@@ -204,9 +213,10 @@ def test_what_does_not_fit_is_listed_by_name() -> None:
         TensorSlice("a", "F32", ShardSpec("a", dims_of((3,)))),
         TensorSlice("b", "F32", ShardSpec("b", dims_of((1,)))),
     ]
-    assert misfits(parts, manifest, complete=True) == [
+    assert misfits(parts, manifest) == [
         "missing: b (1,) is not in the checkpoint",
         "shape: a is (2,), the run has (3,)",
     ]
-    assert misfits([], manifest, complete=True) == ["unexpected: a (2,) is not in this run"]
-    assert misfits([], manifest, complete=False) == []
+    assert unexpected((), manifest) == ["unexpected: a (2,) is not in this run"]
+    assert unexpected({"a"}, manifest) == []
+    assert misfits([], manifest) == []
