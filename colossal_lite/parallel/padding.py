@@ -6,7 +6,8 @@ cut back.  They are exact if no real token sees the padding:
 - its labels are ignored, so no gradient comes from it;
 - with causal attention no real token attends to it, as it stands last.  Full attention masks it by `attention_mask`;
 - real tokens keep their positions.  Padding repeats the last one, so no table of positions must be longer;
-- real tokens keep the counters of their dropouts.
+- real tokens keep the counters of their dropouts;
+- a token that is masked with all before it, at the left of a sequence, sees no padding, or its label is ignored.
 This holds for our GPT.  Any other model is tried on a small copy, with padding and without (`proven`).  If the two
 differ, lengths that do not divide raise an error.
 """
@@ -51,6 +52,8 @@ class Padding:
     """The most tokens that the model takes, if it counts positions itself."""
     refused: str = ""
     """Why the model takes no padding; "" if it does."""
+    sees_behind_masks: bool = False
+    """A token before which all is masked, and which is masked itself, sees padding."""
 
     def of(self, batch: Batch) -> Batch:
         """The batch, padded where that is needed. Raises ValueError if it cannot be."""
@@ -85,6 +88,8 @@ class Padding:
             return f"arguments beside {', '.join(_KNOWN)} are not padded"
         if self.longest is not None and length > self.longest:
             return f"the model takes no more than {self.longest}, padding included"
+        if self.sees_behind_masks and _counts_masked(batch):
+            return "attention_mask begins with 0, where a label counts whose token would see padding"
         return ""
 
     def _longer(self, name: str, x: Tensor, more: int) -> Tensor:
@@ -93,6 +98,15 @@ class Padding:
         if name != "attention_mask":
             return _repeated(x, more)
         return _filled(x.long() if x.dtype == torch.bool else x, more, self.hidden)
+
+
+def _counts_masked(batch: Batch) -> bool:
+    """Whether a label counts at the left of a sequence, where the mask of a batch has hidden all."""
+    mask = batch.kwargs.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    hidden = (mask != 0).cumsum(1) == 0
+    return bool((hidden & (batch.labels != IGNORED) if batch.labels.shape == mask.shape else hidden).any())
 
 
 _KNOWN = ("input_ids", "attention_mask", "position_ids")
@@ -142,13 +156,16 @@ def proven(model: nn.Module, roles: Mapping[str, Role], padding: Padding) -> Pad
 
     Does not communicate."""
 
+    takes_mask = "attention_mask" in _arguments(model)
+
     def tried(small: SmallCopy) -> Padding:
         tokens = 2 * padding.parts - 1
         batch = words(2, tokens, small.words, ())
-        for masks in (False, True)[: 1 + ("attention_mask" in _arguments(model))]:
+        for masks in (False, True)[: 1 + takes_mask]:
             trial = replace(padding, masks=masks)
-            if not difference_of_parts(small.model, batch, [replace(trial, longest=None).of(batch)]):
-                return trial
+            if not _difference(small.model, batch, trial):
+                sees = takes_mask and _difference(small.model, _left_padded(batch), trial)
+                return replace(trial, sees_behind_masks=bool(sees))
         return replace(padding, refused=f"padding changes what {type(model).__name__} gives for other tokens")
 
     try:
@@ -156,6 +173,18 @@ def proven(model: nn.Module, roles: Mapping[str, Role], padding: Padding) -> Pad
     except NoCopyError as error:
         why = f"{type(model).__name__} is not proven to take padding on a small copy ({error})"
         return replace(padding, refused=why)
+
+
+def _difference(model: nn.Module, batch: Batch, padding: Padding) -> str:
+    """What `padding` changes of a model's loss and gradients on a batch, or ""."""
+    return difference_of_parts(model, batch, [replace(padding, longest=None).of(batch)])
+
+
+def _left_padded(batch: Batch) -> Batch:
+    """The batch with the first token of its first sample masked."""
+    mask = torch.ones_like(batch.inputs)
+    mask[0, 0] = 0
+    return replace(batch, kwargs={**batch.kwargs, "attention_mask": mask})
 
 
 def sees_padding(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import GPTJConfig, GPTJForCausalLM
 
 import colossal_lite as cl
 from colossal_lite.data.batch import Batch
@@ -148,6 +149,43 @@ def test_an_own_model_whose_tokens_see_padding_is_refused_by_name() -> None:
     with pytest.raises(WorldError, match=words) as error:
         run_world(own_model, 2, 8, 7, False)
     assert error.value.ranks("raised") == [0, 1]
+
+
+LEFT: dict[str, Any] = dict(
+    vocab_size=20, n_positions=16, n_embd=16, n_layer=2, n_head=4, rotary_dim=4, attn_pdrop=0.0, embd_pdrop=0.0,
+    resid_pdrop=0.0,
+)  # fmt: skip
+
+
+def left_padded(counts: bool) -> dict[str, Tensor]:
+    """7 tokens with some masked at the left; whether labels count there."""
+    ids, labels = batch_of(7)
+    mask = (torch.arange(7) >= torch.tensor([[0], [1], [2]])).long()
+    return dict(
+        input_ids=ids,
+        attention_mask=mask,
+        labels=labels if counts else labels.masked_fill(mask == 0, IGNORED),
+    )
+
+
+def left_loss(env: RankEnv, parallel: dict[str, int], counts: bool) -> float | str:
+    torch.manual_seed(0)
+    with env.launch(dict(precision="fp64", parallel=parallel)) as context:
+        engine = cl.initialize(GPTJForCausalLM(GPTJConfig(**LEFT)).double(), context=context)
+        try:
+            return float(engine.train_step(left_padded(counts)).loss)
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "sequence"])
+def test_a_token_that_is_masked_with_all_before_it_sees_no_padding(axis: str) -> None:
+    """All its scores are equal, so it attends to all tokens. Padding was once among them, in silence."""
+    for said in run_world(left_loss, 2, {axis: 2}, True):
+        assert "attention_mask begins with 0" in said and f"or without parallel.{axis}" in said
+    (alone,) = run_world(left_loss, 1, {}, False)
+    for loss in run_world(left_loss, 2, {axis: 2}, False):
+        assert abs(loss - alone) < 1e-12
 
 
 def test_weights_of_attention_are_dropped_by_the_counters_of_real_tokens() -> None:
