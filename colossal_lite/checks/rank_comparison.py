@@ -105,6 +105,8 @@ class RankComparison:
     _batches: list[dict[str, _Seen]] = field(default_factory=list)
     _reads: list[BatchRead] = field(default_factory=list)
     _weights: list[Tensor] = field(default_factory=list)
+    _lengths: list[tuple[int, bool]] = field(default_factory=list)
+    """Tokens of the sequences of each forward, 0: none; whether its numbers follow from padding at the left."""
     _rate: float | None = None
     loaded: int = 0
     """The mark of the last whole state that was loaded by hand."""
@@ -164,6 +166,11 @@ class RankComparison:
         """Add what this rank's loss of a micro-batch should weigh by, where all ranks' losses weigh alike."""
         if counts is not None and self.mesh.size("data") > 1:
             self._weights.append(counts)
+
+    def add_length(self, tokens: int, *, at_left: bool) -> None:
+        """Add the length of the sequences of a forward. `at_left`: its numbers follow from padding at the left."""
+        if self.mesh.size("data") > 1:
+            self._lengths.append((tokens, at_left))
 
     def add_rate(self, factor: float) -> None:
         """Add the factor on the learning rates that the user's code gives for this step."""
@@ -235,6 +242,7 @@ class RankComparison:
         self._batches.clear()
         self._reads.clear()
         self._weights.clear()
+        self._lengths.clear()
         self._rate = None
         self._changed.clear()
 
@@ -251,6 +259,7 @@ class RankComparison:
         if self._weights:
             counts = {f"{number}": each for number, each in enumerate(self._weights)}
             total += fingerprint(counts) * self._factor(*AXES)
+        total += self._length_term()
         if self._rate is not None:
             total += crc32(struct.pack("d", self._rate)) * self._factor(*AXES)
         total += (self._left + self.loaded) * self._factor(*AXES)
@@ -262,7 +271,7 @@ class RankComparison:
 
     def check(self, apart: float) -> float:
         """Raise `RanksDifferError` if a batch, a read or a buffer differs. `apart`: the sum of the terms over the
-        world; it is zero if all are equal. Returns it without reads that only some ranks know of. Clears. Collective
+        world; it is zero if all are equal. Returns it without terms that only some ranks have. Clears. Collective
         if it is not zero."""
         told = self.mesh.world.gather_json(self._told()) if apart else ()
         self.clear()
@@ -270,6 +279,7 @@ class RankComparison:
             fault := _left_fault(told)
             or _loaded_fault(told)
             or _weight_fault(told)
+            or _length_fault(told)
             or _rate_fault(told)
             or _read_fault(told)
             or _batch_fault(told)
@@ -277,7 +287,7 @@ class RankComparison:
             or _frozen_fault(told)
         ):
             raise RanksDifferError(fault)
-        return apart - float(sum(row["read_term"] for row in told))
+        return apart - float(sum(row["read_term"] + row["length_term"] for row in told))
 
     @contextmanager
     def giving_up(self, drop: Callable[[], None]) -> Iterator[None]:
@@ -290,6 +300,11 @@ class RankComparison:
 
     def _read_term(self) -> int:
         return sum(read.mark for read in self._reads) * self._factor(*AXES)
+
+    def _length_term(self) -> int:
+        """Zero on a rank whose batches are not padded at the left: others may have any length then."""
+        marks = [crc32(f"{turn}/{n}".encode()) for turn, (n, at_left) in enumerate(self._lengths) if at_left]
+        return sum(marks) * self._factor(*AXES)
 
     def _factor(self, *axes: str) -> int:
         return self.mesh.size(*axes) - 1 if self.mesh.coord(*axes) == 0 else -1
@@ -309,7 +324,7 @@ class RankComparison:
         reads = [dict(start=read.start, samples=read.samples, ahead=read.ahead) for read in self._reads]
         return dict(
             coords, batches=batches, reads=reads, buffers=marks, left=self._left, read_term=self._read_term(),
-            rate=self._rate, loaded=self.loaded,
+            rate=self._rate, loaded=self.loaded, lengths=self._lengths, length_term=self._length_term(),
             weights=[counts.tolist() for counts in self._weights],
             frozen=[name for name, p in self._parameters.items() if not p.requires_grad],
         )  # fmt: skip
@@ -358,6 +373,19 @@ def _weight_fault(told: Sequence[Mapping[str, Any]]) -> str:
                     f"rank {rank} has {theirs}. Nothing was updated. Legal: engine.backward(loss, count=n), where "
                     f"loss is a mean over n samples or labels"
                 )
+    return ""
+
+
+def _length_fault(told: Sequence[Mapping[str, Any]]) -> str:
+    """The message for batches that ranks have padded at the left to other lengths, or ""."""
+    for turn in zip(*(row["lengths"] for row in told), strict=False):
+        lengths = [tokens for tokens, _ in turn]
+        if any(at_left for _, at_left in turn) and len({*lengths} - {0}) > 1:
+            return (
+                f"batch: {lengths} tokens on the ranks, which collators pad at the left for each rank alone. Positions "
+                f"or labels follow from that, so numbers would depend on the number of ranks. Nothing was updated; "
+                f"legal: one length (padding='max_length' of a tokenizer), padding at the right, or data=1"
+            )
     return ""
 
 

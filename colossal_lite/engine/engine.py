@@ -120,7 +120,7 @@ class Engine:
         stated = stated_sizes(built.model, built.names.state)
         allowed = AllowedArguments.of(built.model, mesh, config.parallel, done.padding.cuts, done.shown)
         self._micro_batches = MicroBatches(
-            context, done, stated, self._comparison, built.first_batch, allowed, sees_padding=built.sees_padding,
+            context, done, stated, self._comparison, built.first_batch, allowed, seen_padding=built.seen_padding,
             loss=reader_of(criterion),
         )  # fmt: skip
         self._plans = StepPlans(config, mesh.layout, built.stages, built.all_packed)

@@ -32,6 +32,7 @@ from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel.fused_head import free_head
 from colossal_lite.parallel.loss import Criterion, Loss, ModelLoss, checked
+from colossal_lite.parallel.padding import SeenPadding
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.parallel.plan_proof import FirstBatch
 from colossal_lite.pipeline.stages import Stages
@@ -107,8 +108,8 @@ class Built:
     """Whether another engine may resume from the records."""
     first_batch: FirstBatch | None
     """What looks at the first batch; None: the model was proven without."""
-    sees_padding: bool
-    """Whether ids of unequal lengths on data ranks give other numbers than one process."""
+    seen_padding: SeenPadding
+    """With which ids of unequal lengths on data ranks give other numbers than one process."""
 
     @property
     def packed(self) -> tuple[ChunkSpec, ...]:

@@ -62,7 +62,7 @@ from colossal_lite.parallel.copy_batches import few_of_rank_0, is_more_than_word
 from colossal_lite.parallel.forward_history import RepeatedForwards
 from colossal_lite.parallel.loss import Criterion, Loss, checked, reader_of
 from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
-from colossal_lite.parallel.padding import sees_padding
+from colossal_lite.parallel.padding import SeenPadding, seen_padding
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
 from colossal_lite.parallel.plan_proof import FirstBatch, check_samples_apart
 from colossal_lite.pipeline.layer_profile import Profiler
@@ -156,7 +156,7 @@ def _initialize(
     if recipes is None:
         check_values(module)
     facts = _check_model(module, context, criterion)
-    first_batch, pads_alone = _of_batches(module, context)
+    first_batch, seen = _of_batches(module, context)
     shown, few = _example(example, module, facts, context, criterion)
     loss = _loss_by(criterion, module, context, few)
     _check_whole_sequences(module, context)
@@ -198,7 +198,7 @@ def _initialize(
     buffers_to_device(module, context.device)
     built = Built(
         module, names, stages, parallelized, streams, all_packed, chunks, frozen, trainable, records, blocks,
-        outlives=outlives, first_batch=first_batch, sees_padding=pads_alone,
+        outlives=outlives, first_batch=first_batch, seen_padding=seen,
     )  # fmt: skip
     engine = Engine(built, context, loss, optimizer, forecast_batch, lr_lambda)
     hold_statistics(module, _cuts(context, splits(config)), recomputes(config))
@@ -244,12 +244,12 @@ def _loss_by(
     return _own_loss(module, context, example) if isinstance(criterion, str) else criterion
 
 
-def _of_batches(module: nn.Module, context: Context) -> tuple[FirstBatch | None, bool]:
-    """What looks at the first batch, and whether data ranks must pad to one length. Raises ValueError for a model whose
+def _of_batches(module: nn.Module, context: Context) -> tuple[FirstBatch | None, SeenPadding]:
+    """What looks at the first batch, and the padding that tokens of data ranks see. Raises ValueError for a model whose
     samples see each other, where a batch is cut."""
     repeats = RepeatedForwards(splits(context.config), context.config.activation_checkpoint)
     first_batch = check_samples_apart(module, _cuts(context, repeats.splits), repeats)
-    return first_batch, context.mesh.size("data") > 1 and sees_padding(module)
+    return first_batch, seen_padding(module) if context.mesh.size("data") > 1 else SeenPadding()
 
 
 def _check_device(context: Context) -> None:

@@ -24,6 +24,7 @@ from colossal_lite.data.batch_forms import named, parts_of_batch
 from colossal_lite.data.loader import apply_to_tensors
 from colossal_lite.engine.context import Context
 from colossal_lite.memory.transfers import host_copy, to_host
+from colossal_lite.parallel.padding import SeenPadding
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.parallel.plan_proof import FirstBatch
 
@@ -43,15 +44,15 @@ class MicroBatches:
 
     def __init__(
         self, context: Context, parallelized: Parallelized, stated: StatedSizes, comparison: RankComparison,
-        first_batch: FirstBatch | None, allowed: AllowedArguments, *, sees_padding: bool, loss: LossOf,
+        first_batch: FirstBatch | None, allowed: AllowedArguments, *, seen_padding: SeenPadding, loss: LossOf,
     ) -> None:  # fmt: skip
-        """Batches must fit the sizes that the model has `stated`, and are added to `comparison`. `sees_padding`: as
-        `padding.sees_padding` has it. `loss`: what reads the labels."""
+        """Batches must fit the sizes that the model has `stated`, and are added to `comparison`. `seen_padding`: by
+        its tokens. `loss`: what reads the labels."""
         looks: tuple[FirstLook | None, ...] = first_batch, parallelized.first_swap
         self._looks = [each for each in looks if each is not None]
         self._first_batch = first_batch
         self._refusal = first_batch.refusal if first_batch else ""
-        self._sees_padding = sees_padding
+        self._seen_padding = seen_padding
         self._allowed, self._loss = allowed, loss
         self._comparison = comparison
         self._mesh, self._device, self._config = context.mesh, context.device, context.config
@@ -68,7 +69,7 @@ class MicroBatches:
         if torch.is_grad_enabled():
             self._check_accumulation(sizes, samples_before)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
-        self.look(whole.args, whole.kwargs)
+        self.look(whole.args, whole.kwargs, whole.labels)
         if len(whole.args) + len(whole.kwargs) > 1 and "attention_mask" not in whole.kwargs:
             self._check_shapes(whole)
         if self._refusal and torch.is_grad_enabled():
@@ -87,15 +88,21 @@ class MicroBatches:
                     self._parallelized.local_part(part)
         return parts
 
-    def look(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_own_loop: bool = False) -> None:
+    def look(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], labels: Tensor | None = None, *,
+        is_own_loop: bool = False,
+    ) -> None:  # fmt: skip
         """Look at the arguments of a forward. Raises ValueError for samples that see each other, or a swap of layers
         that makes another model, by the first ones. Also for a length at which the model in parts is another. And for
         ids of other lengths on other ranks, if padding is seen; collective then. `is_own_loop`: its loss may be a
         number that the forward gives."""
         inputs = first_input(args, kwargs)
         samples = len(inputs)
-        if self._sees_padding and inputs.dim() == 2 and "attention_mask" not in kwargs:
+        if self._seen_padding.behind and inputs.dim() == 2 and "attention_mask" not in kwargs:
             self._check_lengths(inputs.shape[1] if samples else 0)
+        if inputs.dim() == 2:
+            at_left = self._seen_padding.at_left(kwargs, labels)
+            self._comparison.add_length(inputs.shape[1] if samples else 0, at_left=at_left)
         proofs = self._parallelized.lengths
         if proofs is not None and samples and inputs.dim() == 2 and not inputs.is_floating_point():
             with _disable_current_modes():  # a meter does not count what copies make

@@ -7,7 +7,7 @@ cut back.  They are exact if no real token sees the padding:
 - with causal attention no real token attends to it, as it stands last.  Full attention masks it by `attention_mask`;
 - real tokens keep their positions.  Padding repeats the last one, so no table of positions must be longer;
 - real tokens keep the counters of their dropouts;
-- a token that is masked with all before it, at the left of a sequence, sees no padding, or its label is ignored.
+- a token that is masked with all before it sees no padding, or its label is ignored.
 This holds for our GPT.  Any other model is tried on a small copy, with padding and without (`proven`).  If the two
 differ, lengths that do not divide raise an error.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +89,7 @@ class Padding:
             return f"arguments beside {', '.join(_KNOWN)} are not padded"
         if self.longest is not None and length > self.longest:
             return f"the model takes no more than {self.longest}, padding included"
-        if self.sees_behind_masks and _counts_masked(batch):
+        if self.sees_behind_masks and _counts_masked(batch.kwargs.get("attention_mask"), batch.labels):
             return "attention_mask begins with 0, where a label counts whose token would see padding"
         return ""
 
@@ -100,13 +101,12 @@ class Padding:
         return _filled(x.long() if x.dtype == torch.bool else x, more, self.hidden)
 
 
-def _counts_masked(batch: Batch) -> bool:
-    """Whether a label counts at the left of a sequence, where the mask of a batch has hidden all."""
-    mask = batch.kwargs.get("attention_mask")
+def _counts_masked(mask: object, labels: Tensor) -> bool:
+    """Whether a label may count at the left of a sequence, where `mask` has hidden all. Labels of another shape do."""
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return False
     hidden = (mask != 0).cumsum(1) == 0
-    return bool((hidden & (batch.labels != IGNORED) if batch.labels.shape == mask.shape else hidden).any())
+    return bool((hidden & (labels != IGNORED) if labels.shape == mask.shape else hidden).any())
 
 
 _KNOWN = ("input_ids", "attention_mask", "position_ids")
@@ -187,18 +187,62 @@ def _left_padded(batch: Batch) -> Batch:
     return replace(batch, kwargs={**batch.kwargs, "attention_mask": mask})
 
 
-def sees_padding(model: nn.Module) -> bool:
-    """Whether tokens of a model see padding behind them, if nothing masks it: on a quick small copy. False for a model
-    that has none. Does not communicate."""
+@dataclass(frozen=True)
+class SeenPadding:
+    """Which padding the tokens of a model see, if each data rank pads to a length of its own."""
 
-    def tried(small: SmallCopy) -> bool:
+    behind: bool = False
+    """At the right, if nothing masks it."""
+    before: bool = False
+    """At the left, under `attention_mask`."""
+    before_positions: bool = False
+    """At the left, under `attention_mask` and with `position_ids`."""
+
+    def at_left(self, kwargs: Mapping[str, Any], labels: Tensor | None) -> bool:
+        """Whether tokens of a batch see padding at its left, or labels there count."""
+        mask = kwargs.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or not bool((mask[:, :1] == 0).any()):
+            return False
+        if self.before if kwargs.get("position_ids") is None else self.before_positions:
+            return True
+        return labels is not None and labels.shape == mask.shape and _counts_masked(mask, labels)
+
+
+def seen_padding(model: nn.Module) -> SeenPadding:
+    """Tries padding on a quick small copy. None is seen by a model that has none. Does not communicate."""
+    names = _arguments(model)
+
+    def tried(small: SmallCopy) -> SeenPadding:
         batch = words(2, TOKENS - 1, small.words, ())
-        return bool(difference_of_parts(small.model, batch, [Padding(parts=TOKENS).of(batch)]))
+        padding = Padding(parts=TOKENS)
+        behind = bool(_difference(small.model, batch, padding))
+        if "attention_mask" not in names or _difference(small.model, batch, replace(padding, masks=True)):
+            return SeenPadding(behind)
+        before = [
+            _sees_before(small.model, batch, positions) for positions in (False, "position_ids" in names)
+        ]
+        return SeenPadding(behind, *before)
 
     try:
-        return not is_our_own(model, {}) and on_a_copy(model, table_roles(model), tried, is_quick=True)
+        if is_our_own(model, {}) or isinstance(model, GPT):
+            return SeenPadding()
+        return on_a_copy(model, table_roles(model), tried, is_quick=True)
     except NoCopyError:
-        return False
+        return SeenPadding()
+
+
+def _sees_before(model: nn.Module, batch: Batch, positions: bool) -> bool:
+    """Whether one more token at the left, masked and without a label, changes loss or gradients of a model."""
+    ids = batch.inputs
+    mask, places = torch.ones_like(ids), torch.arange(ids.shape[1]).expand_as(ids)
+
+    def of(ids: Tensor, mask: Tensor, labels: Tensor, places: Tensor) -> Batch:
+        kwargs = dict(attention_mask=mask) | (dict(position_ids=places) if positions else {})
+        return replace(batch, args=(ids,), kwargs=kwargs, labels=labels)
+
+    longer = [nn.functional.pad(x, (1, 0)) for x in (ids, mask, places)]
+    padded = of(longer[0], longer[1], nn.functional.pad(batch.labels, (1, 0), value=IGNORED), longer[2])
+    return bool(difference_of_parts(model, of(ids, mask, batch.labels, places), [padded]))
 
 
 def _arguments(model: nn.Module) -> Mapping[str, inspect.Parameter]:

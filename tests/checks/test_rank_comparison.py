@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import colossal_lite as cl
 from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
 from colossal_lite.data.fingerprint import fingerprint
+from tests.shared import hugging_face
 from tests.shared.pool import RankEnv, run_world
 from tests.shared.refusals import told_of
 from tests.shared.written_models import STYLES
@@ -388,3 +389,48 @@ def config_in_another_order(env: RankEnv) -> str:
 
 def test_the_order_of_a_config_s_keys_is_no_setting() -> None:
     assert run_world(config_in_another_order, 2) == ["", ""]
+
+
+def left_padded(kind: str) -> dict[str, Tensor]:
+    """4 samples of 4, 6, 8 and 5 tokens behind padding, with next tokens as labels."""
+    ids = torch.randint(1, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(8) >= 8 - torch.tensor([[4], [6], [8], [5]])).long()
+    labels = F.pad(ids.masked_fill(mask == 0, -100)[:, 1:], (0, 1), value=-100)
+    if kind != "labels of padding":
+        labels = labels.masked_fill(mask == 0, -100)
+    places = dict(position_ids=(mask.cumsum(1) - 1).clamp(min=0)) if kind == "position_ids" else {}
+    return dict(input_ids=ids, attention_mask=mask, labels=labels) | places
+
+
+def left_loss(env: RankEnv, family: str, kind: str, own_length: bool) -> float | str:
+    """The loss of a step of batches that each rank has padded to its own length, or the refusal."""
+    with env.launch(SGD) as context:
+        torch.manual_seed(0)
+        made = hugging_face.MODELS[family]().double()
+        engine = cl.initialize(made, context=context)
+        batch = {name: x[context.local_batch(4)] for name, x in left_padded(kind).items()}
+        longest = int(batch["attention_mask"].sum(1).max()) if own_length else 8
+        try:
+            return float(engine.train_step({name: x[:, -longest:] for name, x in batch.items()}).loss)
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "is_exact"),
+    [
+        ("hf-gpt2", "positions", False),
+        ("hf-gpt2", "position_ids", True),
+        ("hf-llama", "rotary", True),
+        ("hf-llama", "labels of padding", False),
+    ],
+)
+def test_ranks_that_pad_at_the_left_to_other_lengths_are_exact_or_refused(
+    family: str, kind: str, is_exact: bool
+) -> None:
+    """A tokenizer with padding_side="left" once gave each number of ranks another loss, in silence."""
+    (alone,) = run_world(left_loss, 1, family, kind, False)
+    for said in run_world(left_loss, 2, family, kind, True):
+        assert abs(said - alone) < 1e-12 if is_exact else "[6, 8] tokens on the ranks" in said
+    for loss in run_world(left_loss, 2, family, kind, False):
+        assert abs(loss - alone) < 1e-12
