@@ -64,12 +64,14 @@ class LateError(CheckpointError):
 
 
 def folder_given(what: str, directory: Any) -> Path:
-    """The absolute path of a folder that the user gives. Raises ValueError for what can be none."""
+    """The absolute path of a folder that the user gives; ~ is the home. Raises ValueError for what can be none."""
     is_path = isinstance(directory, str | os.PathLike) and str(directory) and "\0" not in str(directory)
     if not is_path:
         raise ValueError(f"{what}: directory={directory!r}; legal: the path of a folder")
     try:
-        return Path(directory).absolute()
+        return Path(directory).expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(f"{what}: directory={str(directory)!r}: {error} Legal: an absolute path") from None
     except FileNotFoundError:
         raise ValueError(
             f"{what}: directory={str(directory)!r}, and the folder that the process works in is gone. Legal: an "

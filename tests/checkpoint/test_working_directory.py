@@ -70,6 +70,18 @@ def test_what_can_be_no_folder_is_refused_by_name(given: Any) -> None:
                 call(given)
 
 
+def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder named ~ was once made where the process works. There `rm -r ~` is near."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with cl.launch(dict(precision="fp32"), rank=0, world_size=1) as context:
+        engine = cl.initialize(torch.nn.Linear(4, 6), context=context)
+        engine.save("~/run")
+        assert (tmp_path / "run" / "step-00000000").is_dir() and not (tmp_path / "~").exists()
+        with pytest.raises(ValueError, match="directory='~nobody-of-this-name/run'.*Legal: an absolute path"):
+            engine.resume("~nobody-of-this-name/run")
+
+
 def in_no_folder(env: RankEnv, folder: str) -> str:
     os.mkdir(folder)
     os.chdir(folder)
