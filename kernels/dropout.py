@@ -10,7 +10,6 @@ byte 0.5; the Triton path keeps nothing and derives the mask again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,11 +45,6 @@ def dropped(drop: Callable[[Tensor, float, Rows], Tensor], x: Tensor, p: float, 
     if has_torch_function_unary(x):
         dropped_part: Tensor = handle_torch_function(dropped, (x,), drop, x, p, rows)
         return dropped_part
-    padded = rows.position.numel()
-    if rows.tokens is not None and rows.heads is not None and x.shape[2:] == (padded, padded):
-        tokens, rest = rows.tokens, padded - rows.tokens  # queries and keys of padding get weights of 0
-        y = dropped(drop, x[:, :, :tokens, :tokens], p, replace(rows, tokens=None))
-        return torch.nn.functional.pad(y, (0, rest, 0, rest))
     rows, shape, turned = rows.fitted("dropout", x.shape)
     if x.shape == shape and not turned:
         return drop(x, p, rows)

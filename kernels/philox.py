@@ -7,9 +7,10 @@ Initial values are of Philox-4x64.  Elements 8 c to 8 c + 7 of a tensor take the
 the lower half of each word first.  NumPy has this generator in C, for counters that follow each other.
 Dropout is of Philox-4x32.  Feature f of one token takes word f % 4 of counter (step, sample, position, f // 4).  Sample
 and position are the token's place in the *global* batch.  So the mask is the same on every mesh and for every number of
-micro-batches.  32-bit words are held in int64 tensors (torch multiplies no uint32), products wrap modulo
-2**64.  Rounds one and two see only rows or only columns of a mask and cost next to nothing.
-All runs in blocks that stay in the second-level cache.
+micro-batches.  Where a sample has three dims, as heads, queries and keys, the first two make the position.  No size is
+in it, so padding behind queries and keys changes no mask of others.  32-bit words are held in int64 tensors (torch
+multiplies no uint32), products wrap modulo 2**64.  Rounds one and two see only rows or only columns of a mask and cost
+next to nothing.  All runs in blocks that stay in the second-level cache.
 `normal` uses +, -, * and / alone.  A library's log, cos or even sqrt differs in the last bit: between the vector body
 and the tail of a loop, and between machines.
 """
@@ -39,6 +40,7 @@ MASK32 = 0xFFFFFFFF
 ROUNDS = 10
 _BLOCK_COUNTERS = 1 << 15  # 256 KiB a buffer: measured best between call overhead and cache misses
 _BLOCK_ELEMENTS = 1 << 16
+_FEW, _MANY = 1 << 11, 1 << 20  # sizes of two dims that make a position: one of them is of few
 _SIGN_BITS = 0x8000000080000000 - (1 << 64)  # flips the sign bit of both int32 halves of an int64
 
 
@@ -110,7 +112,8 @@ class Rows:
         """The rows of an x of any shape, its shape as [samples, units, features], and whether units come first.
 
         Legal: [B, ...]; [T, B, ...], with tokens first; [B k, ...], with the units of a sample side by side.  Units
-        are tokens where there are as many, else heads, channels or whatever follows the samples.
+        are tokens where there are as many, else heads, channels or whatever follows the samples.  They and the dims
+        between them and the last make the positions.
         Raises ValueError where something is cut and the shape does not tell which dim that is.
         """
         if self.samples == "none":
@@ -132,31 +135,40 @@ class Rows:
             inner = (shape[0] // samples, *shape[1:])
         else:
             raise self._strange(op, shape, f"its first dim is not of {samples} samples")
-        units = inner[0] if len(inner) > 1 else 1
-        features = math.prod(inner[1:]) if len(inner) > 1 else math.prod(inner)
-        padded = self.position.numel() if self.whole is None else self.whole.numel()
-        if self.tokens is not None and padded in inner[2:]:
+        units, between = inner[0] if len(inner) > 1 else 1, math.prod(inner[1:-1])
+        features = inner[-1] if inner else 1
+        everywhere = self.position.numel() if self.whole is None else self.whole.numel()
+        if self.tokens is not None and everywhere in inner[2:-1]:
             raise self._strange(
-                op, shape, f"its counters depend on the padding of {self.tokens} tokens to {padded}"
+                op, shape, f"its counters depend on the padding of {self.tokens} tokens to {everywhere}"
             )
+        if self.width and (len(inner) < 2 or between * features != self.width or self.feature % features):
+            raise self._strange(op, shape, f"of the features {self.width} are here, and it has others")
         if self.heads is not None:
             first, count = self.heads
             is_other = len(inner) != 3 or units != count or (inner[1] == count and inner[2] != count)
             if turned or is_other:
                 raise self._strange(op, shape, f"its dims are not [samples, {count} heads, queries, keys]")
-            at = torch.arange(first, first + count, device=self.position.device)
-            return replace(self, position=at, whole=None, heads=None), (samples, units, features), False
-        if self.width and (len(inner) < 2 or features != self.width):
-            raise self._strange(op, shape, f"of the features {self.width} are here, and it has others")
-        is_cut = self.part is not None and len(inner) > 1 and units == self.part.numel()
-        position = self.part if self.part is not None and is_cut else self._positions(op, shape, units)
-        return (
-            replace(self, position=position, whole=None, width=0, part=None),
-            (samples, units, features),
-            turned,
-        )
+            position, most = torch.arange(first, first + count, device=self.position.device), first + count
+        else:
+            position = self._positions(op, shape, inner)
+            is_token = position is self.position or position is self.part
+            most = everywhere if is_token else units
+        rows = replace(self, position=position, whole=None, heads=None, width=0, part=None)
+        if len(inner) > 2:  # features are cut in the dims between
+            before = self.feature // features if self.width else 0
+            sizes = sorted((most, before + between))
+            if sizes[0] > _FEW or sizes[1] > _MANY:
+                raise self._strange(op, shape, f"counters hold {_FEW} by {_MANY} positions at most")
+            at = torch.arange(before, before + between, device=position.device)
+            feature = 0 if self.width else self.feature
+            rows = replace(rows, position=_joined(position[:, None], at).flatten(), feature=feature)
+        return rows, (samples, units * between, features), turned
 
-    def _positions(self, op: str, shape: torch.Size, units: int) -> Tensor:
+    def _positions(self, op: str, shape: torch.Size, inner: Sequence[int]) -> Tensor:
+        units = inner[0] if len(inner) > 1 else 1
+        if self.part is not None and len(inner) > 1 and units == self.part.numel():
+            return self.part
         if units == self.position.numel():
             return self.position
         if self.whole is None:
@@ -192,6 +204,12 @@ class Rows:
                 raise ValueError(
                     f"{op}: rows.{name} is on {index.device}, x on {x.device}; legal is one device"
                 )
+
+
+def _joined(outer: Tensor, inner: Tensor) -> Tensor:
+    """A number below 2**32 for each pair, which no other pair has. One number of a pair is below _FEW, the other below
+    _MANY."""
+    return torch.where(outer < _FEW, outer * _MANY + inner, (inner + _FEW) * _MANY + outer)
 
 
 def threshold(p: float) -> int:

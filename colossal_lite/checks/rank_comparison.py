@@ -168,9 +168,9 @@ class RankComparison:
             self._weights.append(counts)
 
     def add_length(self, tokens: int, *, at_left: bool) -> None:
-        """Add the length of the sequences of a forward. `at_left`: its numbers follow from padding at the left."""
-        if self.mesh.size("data") > 1:
-            self._lengths.append((tokens, at_left))
+        """Add the length of the sequences of a forward, where there are several data ranks. `at_left`: its numbers
+        follow from padding at the left."""
+        self._lengths.append((tokens, at_left))
 
     def add_rate(self, factor: float) -> None:
         """Add the factor on the learning rates that the user's code gives for this step."""

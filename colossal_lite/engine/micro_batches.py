@@ -100,7 +100,7 @@ class MicroBatches:
         samples = len(inputs)
         if self._seen_padding.behind and inputs.dim() == 2 and "attention_mask" not in kwargs:
             self._check_lengths(inputs.shape[1] if samples else 0)
-        if inputs.dim() == 2:
+        if inputs.dim() == 2 and self._mesh.size("data") > 1:
             at_left = self._seen_padding.at_left(kwargs, labels)
             self._comparison.add_length(inputs.shape[1] if samples else 0, at_left=at_left)
         proofs = self._parallelized.lengths

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import colossal_lite as cl
 from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
@@ -434,3 +435,26 @@ def test_ranks_that_pad_at_the_left_to_other_lengths_are_exact_or_refused(
         assert abs(said - alone) < 1e-12 if is_exact else "[6, 8] tokens on the ranks" in said
     for loss in run_world(left_loss, 2, family, kind, False):
         assert abs(loss - alone) < 1e-12
+
+
+def dropped_loss(env: RankEnv, kernel: str, own_length: bool) -> float:
+    """The loss of a step with dropout of attention, of batches padded at the right."""
+    with env.launch(SGD) as context:
+        torch.manual_seed(0)
+        sizes = dict(vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=1, n_head=2, embd_pdrop=0.1)
+        made = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.2, attn_implementation=kernel)).double()
+        engine = cl.initialize(made, context=context)
+        batch = {name: x.flip(1)[context.local_batch(4)] for name, x in left_padded("").items()}
+        longest = int(batch["attention_mask"].sum(1).max()) if own_length else 8
+        return float(engine.train_step({name: x[:, :longest] for name, x in batch.items()}).loss)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_dropout_of_attention_has_the_masks_of_one_process_where_ranks_pad_to_other_lengths(
+    kernel: str,
+) -> None:
+    """A mask was once counted by the number of keys, so in a shorter batch it was another, in silence."""
+    (alone,) = run_world(dropped_loss, 1, kernel, False)
+    for own_length in (True, False):
+        for loss in run_world(dropped_loss, 2, kernel, own_length):
+            assert abs(loss - alone) < 1e-12

@@ -224,7 +224,7 @@ def test_functional_dropout_has_the_masks_of_one_rank_in_a_pipeline(way: str) ->
 
 
 def test_a_mask_is_that_of_the_module_and_its_call_number() -> None:
-    """From the generator alone: sample, head and (query, key) of attention; sample, position and feature else."""
+    """From the generator alone: sample, (head, query) and key of attention; sample, position and feature else."""
     streams, model = (
         DropoutStreams(SEED),
         nn.ModuleDict({"a": Draws("twice"), "b": gpt2("eager").transformer.h[0].attn}),
@@ -246,8 +246,9 @@ def test_a_mask_is_that_of_the_module_and_its_call_number() -> None:
     y = y + model["a"].attention(y, y, y)[0]
     torch.testing.assert_close(twice, x + y * first * second)
     heads = rows.rows("b")
-    heads = heads.__class__(key(SEED, "b", 0), 2, torch.arange(5, 7), torch.arange(4))
-    kept = keep_mask(heads, 9, 0.1).view(2, 4, 3, 3)
+    at = (torch.arange(4)[:, None] * 2**20 + torch.arange(3)).flatten()
+    heads = heads.__class__(key(SEED, "b", 0), 2, torch.arange(5, 7), at)
+    kept = keep_mask(heads, 3, 0.1).view(2, 4, 3, 3)
     assert torch.equal(weights != 0, kept)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from colossal_lite.kernels import philox
-from colossal_lite.kernels.dropout import dropout
+from colossal_lite.kernels.dropout import dropout, dropped
 from colossal_lite.kernels.dropout import reference as dropout_reference
 from colossal_lite.kernels.philox import Rows
 
@@ -175,6 +176,55 @@ def test_a_mask_is_the_same_for_any_split_of_batch_positions_and_features(data: 
     stop = data.draw(st.integers(start + 1, d))
     part = philox.keep_mask(rows(samples, positions, start), stop - start, 0.4)
     assert torch.equal(part, whole[samples][:, positions, start:stop])
+
+
+def ones_dropped(rows: Rows, *shape: int) -> Tensor:
+    return dropped(dropout, torch.ones(*shape), 0.4, rows)
+
+
+@given(st.data())
+def test_a_mask_of_heads_queries_and_keys_depends_on_no_size(data: st.DataObject) -> None:
+    few = [data.draw(st.integers(1, 5)) for _ in range(4)]
+    b, h, q, k = few
+    more = [b, *(n + data.draw(st.integers(0, 3)) for n in few[1:])]
+    whole = ones_dropped(rows(torch.arange(b), torch.arange(7)), *more)
+    part = ones_dropped(rows(torch.arange(b), torch.arange(7)), *few)
+    assert torch.equal(part, whole[:, :h, :q, :k])
+    first = data.draw(st.integers(0, h - 1))
+    heads = replace(rows(torch.arange(b), torch.arange(7)), heads=(first, h - first))
+    if h - first != q or q == k:  # else it does not tell heads from queries
+        assert torch.equal(ones_dropped(heads, b, h - first, q, k), whole[:, first:h, :q, :k])
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.data())
+def test_a_mask_of_tokens_heads_and_features_is_cut_at_heads(
+    b: int, t: int, h: int, d: int, data: st.DataObject
+) -> None:
+    whole = ones_dropped(rows(torch.arange(b), torch.arange(t)), b, t, h, d)
+    first = data.draw(st.integers(0, h - 1))
+    cut = replace(rows(torch.arange(b), torch.arange(t), first * d), width=(h - first) * d)
+    assert torch.equal(ones_dropped(cut, b, t, h - first, d), whole[:, :, first:])
+    if first * d % ((h - first) * d):  # in the middle of a head of another size
+        with pytest.raises(ValueError, match="of the features"):
+            ones_dropped(cut, b, t, 1, (h - first) * d)
+
+
+SIDES = st.sampled_from([0, 1, 2**11 - 1, 2**11, 2**11 + 1, 2**20 - 1])
+
+
+@given(st.lists(st.tuples(SIDES | st.integers(0, 2**20 - 1), SIDES), min_size=2, unique=True))
+def test_pairs_of_a_few_and_many_make_numbers_of_32_bits_each_of_its_own(
+    pairs: list[tuple[int, int]],
+) -> None:
+    fit = [pair for pair in pairs if min(pair) < 2**11]
+    made = [int(philox._joined(torch.tensor(a), torch.tensor(b))) for a, b in fit]
+    assert len(set(made)) == len(fit) and all(0 <= number < 2**32 for number in made)
+
+
+@pytest.mark.parametrize("shape", [(1, 2049, 2049, 1), (1, 2, 2**20 + 1, 1)])
+def test_dims_that_make_no_position_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="counters hold 2048 by 1048576 positions at most"):
+        rows(torch.arange(1), torch.arange(4)).fitted("dropout", torch.Size(shape))
 
 
 def test_a_mask_joins_over_blocks_of_rows() -> None:

@@ -194,8 +194,11 @@ def test_weights_of_attention_are_dropped_by_the_counters_of_real_tokens() -> No
     longer = replace(rows, position=torch.arange(8), tokens=5)
     padded = dropped(dropout, torch.ones(2, 3, 8, 8), 0.5, longer)
     assert torch.equal(padded[..., :5, :5], whole) and 0 < whole.count_nonzero() < whole.numel()
+    tokens = dropped(dropout, torch.ones(2, 8, 3, 8), 0.5, replace(longer, heads=None))
+    few = dropped(dropout, torch.ones(2, 5, 3, 5), 0.5, replace(rows, heads=None))
+    assert torch.equal(tokens[:, :5, :, :5], few)
     with pytest.raises(ValueError, match="its counters depend on the padding of 5 tokens to 8"):
-        dropped(dropout, torch.ones(2, 8, 3, 8), 0.5, replace(longer, heads=None))
+        dropped(dropout, torch.ones(2, 3, 4, 8, 8), 0.5, replace(longer, heads=None))
 
 
 def test_what_is_padded_of_a_batch() -> None:
