@@ -27,7 +27,7 @@ from colossal_lite.data.batch import Batch
 from colossal_lite.data.batch_read import BatchRead, read_of
 from colossal_lite.data.fingerprint import BITS, fingerprint
 from colossal_lite.distributed.mesh import Mesh
-from colossal_lite.memory.transfers import to_device
+from colossal_lite.memory.transfers import sent, to_device
 from colossal_lite.numerics.precision import DTYPES
 from colossal_lite.sharding.mesh_layout import AXES
 
@@ -249,7 +249,9 @@ class RankComparison:
     # ---- the sum over the ranks ----
 
     def term(self) -> Tensor:
-        """This rank's term, [1] in float64, of a sum over the world that is zero if all values are equal."""
+        """This rank's terms of three sums over the world, [3] in float64. The first is zero if all values are equal,
+        the second if all lengths of sequences are. The third counts forwards whose numbers follow from padding at the
+        left."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         marks = [seen.mark for batch in self._batches for seen in batch.values()]
         if marks:
@@ -259,7 +261,6 @@ class RankComparison:
         if self._weights:
             counts = {f"{number}": each for number, each in enumerate(self._weights)}
             total += fingerprint(counts) * self._factor(*AXES)
-        total += self._length_term()
         if self._rate is not None:
             total += crc32(struct.pack("d", self._rate)) * self._factor(*AXES)
         total += (self._left + self.loaded) * self._factor(*AXES)
@@ -267,13 +268,15 @@ class RankComparison:
             total += crc32(bytes(p.requires_grad for p in self._parameters.values())) * factor
         if self._changed:
             total += 1 if self.cuts else self._buffer_mark() * self._factor(*STAGE)
-        return total
+        marks = [crc32(f"{turn}/{tokens}".encode()) for turn, (tokens, _) in enumerate(self._lengths)]
+        lengths = sum(marks) * self._factor(*AXES), sum(at_left for _, at_left in self._lengths)
+        return torch.cat([total, sent(torch.tensor(lengths, dtype=torch.float64), self.device)])
 
-    def check(self, apart: float) -> float:
-        """Raise `RanksDifferError` if a batch, a read or a buffer differs. `apart`: the sum of the terms over the
-        world; it is zero if all are equal. Returns it without terms that only some ranks have. Clears. Collective
-        if it is not zero."""
-        told = self.mesh.world.gather_json(self._told()) if apart else ()
+    def check(self, apart: float, lengths: float, at_left: float) -> float:
+        """Raise `RanksDifferError` if a batch, a read or a buffer differs, or `lengths` with some padded `at_left`. The
+        arguments are sums of the terms. Returns `apart` without reads that only some ranks know of. Clears. Collective
+        if something differs."""
+        told = self.mesh.world.gather_json(self._told()) if apart or (lengths and at_left) else ()
         self.clear()
         if (
             fault := _left_fault(told)
@@ -287,7 +290,7 @@ class RankComparison:
             or _frozen_fault(told)
         ):
             raise RanksDifferError(fault)
-        return apart - float(sum(row["read_term"] + row["length_term"] for row in told))
+        return apart - float(sum(row["read_term"] for row in told))
 
     @contextmanager
     def giving_up(self, drop: Callable[[], None]) -> Iterator[None]:
@@ -300,11 +303,6 @@ class RankComparison:
 
     def _read_term(self) -> int:
         return sum(read.mark for read in self._reads) * self._factor(*AXES)
-
-    def _length_term(self) -> int:
-        """Zero on a rank whose batches are not padded at the left: others may have any length then."""
-        marks = [crc32(f"{turn}/{n}".encode()) for turn, (n, at_left) in enumerate(self._lengths) if at_left]
-        return sum(marks) * self._factor(*AXES)
 
     def _factor(self, *axes: str) -> int:
         return self.mesh.size(*axes) - 1 if self.mesh.coord(*axes) == 0 else -1
@@ -324,7 +322,7 @@ class RankComparison:
         reads = [dict(start=read.start, samples=read.samples, ahead=read.ahead) for read in self._reads]
         return dict(
             coords, batches=batches, reads=reads, buffers=marks, left=self._left, read_term=self._read_term(),
-            rate=self._rate, loaded=self.loaded, lengths=self._lengths, length_term=self._length_term(),
+            rate=self._rate, loaded=self.loaded, lengths=self._lengths,
             weights=[counts.tolist() for counts in self._weights],
             frozen=[name for name, p in self._parameters.items() if not p.requires_grad],
         )  # fmt: skip

@@ -309,8 +309,8 @@ class Engine:
             self.model.eval()
             self._run(parts, sums)
         row = torch.cat([sums.reported_loss(self._tells_loss), self._comparison.term()])
-        loss_sum, count, apart = self.mesh.world.numbers(self.mesh.world.all_reduce(row))
-        self._comparison.check(apart)
+        loss_sum, count, *apart = self.mesh.world.numbers(self.mesh.world.all_reduce(row))
+        self._comparison.check(*apart)
         self._auxiliary.check_count(count)
         return loss_sum, count
 

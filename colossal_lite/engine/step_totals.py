@@ -218,12 +218,13 @@ def all_reduce_totals(
     counted = samples if mesh.coord("pipeline", "sequence", "tensor") == 0 else 0
     flags = [stop * STOP + counted, *(flag for mine in used for flag in mine)]
     marks = sent(torch.tensor(flags, dtype=torch.float64), told.device)
-    differs = comparison.term() + mesh.collectives_differ
+    differs = comparison.term()
+    differs[0] += mesh.collectives_differ
     row = mesh.world.all_reduce(torch.cat([told, differs, marks, squares]))
-    told = torch.cat([row[: 3 + len(flags)], row[3 + len(flags) :].sum(0, keepdim=True)])
+    told = torch.cat([row[: 5 + len(flags)], row[5 + len(flags) :].sum(0, keepdim=True)])
     # the one wait for the device in a step
-    loss, weight, apart, stops_and_samples, *counts, total = mesh.world.numbers(told)
-    mesh.check_together(comparison.check(apart))
+    loss, weight, apart, lengths, at_left, stops_and_samples, *counts, total = mesh.world.numbers(told)
+    mesh.check_together(comparison.check(apart, lengths, at_left))
     stops, all_samples = divmod(int(stops_and_samples), STOP)
     found, start = dict[int, tuple[bool, ...]](), 0
     for spec in packed:

@@ -57,7 +57,7 @@ class Updates:
         self._metering, self._mesh, self._config = metering, mesh, config
         self._in_backward = UpdatesInBackward(chunks) if sharding_of(config).updates_in_backward else None
         self._used: dict[int, Sequence[bool]] = {}  # known so far in backward
-        self._told: PendingCollective | None = None  # (loss, weight, apart) of all ranks
+        self._told: PendingCollective | None = None  # (loss, weight, terms of the comparison) of all ranks
         if self._in_backward is not None:
             hooks.hand_on(self._in_backward.summed, concludes=True)
         elif isinstance(optimizer, ChunkOptimizer) and optimizer.sends_gradients:
@@ -98,13 +98,20 @@ class Updates:
 
     def begin(self, factor: float, comparison: RankComparison) -> None:
         """Before each last backward of a step, on every stage. The first begins the updates, when what all ranks have
-        told is here: then no forward is left on any. Collective. Raises as `RankComparison.check`."""
+        told is here: then no forward is left on any. Collective. Raises as `RankComparison.check`; in a pipeline
+        without names, as its ranks cannot meet here."""
         assert self._in_backward is not None
         if self._told is None:
             return
-        loss, weight, apart = self._mesh.world.numbers(self._told.wait())
+        loss, weight, apart, lengths, at_left = self._mesh.world.numbers(self._told.wait())
         self._told = None
-        comparison.check(apart)
+        is_alike = not apart and not (lengths and at_left)
+        if not is_alike and self._mesh.size("pipeline") > 1:  # earlier stages wait for this one
+            raise ValueError(
+                "batch or model: ranks have other batches, lengths or rates, or a forward changes a buffer. Nothing "
+                'was updated. Legal: optimizer.update_when="step", which names the difference'
+            )
+        comparison.check(apart, lengths, at_left)
         if not math.isfinite(loss) or weight == 0:
             self._in_backward.begin(None)
             return

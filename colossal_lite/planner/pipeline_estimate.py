@@ -176,7 +176,7 @@ def _record_pipeline(
             for key, total in cost.payload.items():
                 mesh.ledger.add(*key, total, calls=cost.calls[key])
     if sharding.updates_in_backward:
-        mesh.world.all_reduce(torch.empty(3, dtype=torch.float64, device=META))  # loss, weight, apart
+        mesh.world.all_reduce(torch.empty(5, dtype=torch.float64, device=META))  # loss, weight, differences
     for chunk in chunks if not sharding.updates_in_backward else ():
         chunk.conclude()
     record_agreement(chunks, [spec for spec in packed if spec.key.trains], sharding, mesh, whole)

@@ -66,7 +66,7 @@ def record_step(
                 chunk.keep_squares()
                 chunk.free_gradient()
     if sharding.updates_in_backward:
-        mesh.world.all_reduce(torch.empty(3, dtype=torch.float64, device=META))  # loss, weight, apart
+        mesh.world.all_reduce(torch.empty(5, dtype=torch.float64, device=META))  # loss, weight, differences
     for chunk in chunks if not sharding.updates_in_backward else ():
         chunk.conclude()
     record_agreement(chunks, [chunk.spec for chunk in chunks], sharding, mesh, whole)
@@ -87,8 +87,8 @@ def record_agreement(
     chunks: Sequence[Chunk], packed: Sequence[ChunkSpec], sharding: Sharding, mesh: Mesh, whole: Whole
 ) -> None:
     """Reduce the totals of a step, and gather the updated weights. `packed`: the chunks of the whole pipeline."""
-    # Loss, weight, stop with samples, apart; what was used; squares.
-    numel = 4 + sum(len(spec.entries) for spec in packed) + 1
+    # Loss, weight, stop with samples; three differences; what was used; squares.
+    numel = 6 + sum(len(spec.entries) for spec in packed) + 1
     if sharding.ordered:
         numel += ordered_squares(chunks, in_order(packed, whole.names), mesh, META).numel() - 1
     mesh.world.all_reduce(torch.empty(numel, dtype=torch.float64, device=META))

@@ -18,7 +18,7 @@ import colossal_lite as cl
 from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault
 from colossal_lite.data.fingerprint import fingerprint
 from tests.shared import hugging_face
-from tests.shared.pool import RankEnv, run_world
+from tests.shared.pool import RankEnv, WorldError, run_world
 from tests.shared.refusals import told_of
 from tests.shared.written_models import STYLES
 
@@ -116,6 +116,24 @@ def test_a_buffer_that_depends_on_a_ranks_part_of_the_batch_is_refused_on_every_
 def test_a_buffer_that_each_micro_batch_changes_is_refused(config: dict[str, Any]) -> None:
     for told, _ in run_world(counted, 1, False, config):
         assert "changes the buffer seen, and gradient_accumulation=2 would change it more often" in told
+
+
+def counted_within_backward(env: RankEnv) -> None:
+    optimizer = SGD["optimizer"] | dict(update_when="backward")
+    parallel = dict(pipeline=dict(size=2, micro_batches=2))
+    with env.launch(SGD | dict(parallel=parallel, optimizer=optimizer)) as context:
+        torch.manual_seed(0)
+        counts = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        model = nn.Sequential(counts, nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)).double()
+        engine = cl.initialize(model, context=context, criterion=F.cross_entropy)
+        engine.train_step((torch.randn(4, 6).double(), torch.arange(4) % 3))
+
+
+def test_a_difference_within_the_backward_of_a_pipeline_is_told_at_once() -> None:
+    """Stages cannot meet there to tell which it is. They once waited for each other until the timeout."""
+    with pytest.raises(WorldError, match="or a forward changes a buffer. Nothing was updated") as error:
+        run_world(counted_within_backward, 2, timeout_s=60)
+    assert "Timed out" not in str(error.value)
 
 
 def test_a_buffer_that_is_the_same_on_every_rank_is_none_of_our_business() -> None:

@@ -85,7 +85,7 @@ def test_bytes_of_a_step_are_the_formula(accumulation: int, dropout: float) -> N
     numel = chunk_numel([v.numel() for v in parameters.values()], 2)
     expected = {
         ("all_reduce", "data", 1, numel * 8),
-        ("all_reduce", "world", 1, (5 + len(parameters)) * 8),
+        ("all_reduce", "world", 1, (7 + len(parameters)) * 8),
     }
     if dropout:
         expected.add(("all_gather", "data", 1, 2 * 8))

@@ -440,7 +440,7 @@ def test_plan_foretells_no_place_for_gradients() -> None:
     assert plain.bytes_of("gradients") and not made.bytes_of("gradients")
     for kind in ("weights", "masters", "optimizer", "activations"):
         assert made.bytes_of(kind) == plain.bytes_of(kind)
-    assert made.payload_bytes == plain.payload_bytes + 24
+    assert made.payload_bytes == plain.payload_bytes + 40
 
 
 # ---- refusals ----

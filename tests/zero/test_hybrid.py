@@ -264,7 +264,7 @@ def test_bytes_of_a_step_are_the_formula(kind: str) -> None:
         blocks = sum(-(-v.numel() // 1024) for v in values.values())
     expected |= {
         ("all_gather", "data.shard", 1, w * numel),
-        ("all_reduce", "world", 1, (4 + len(values) + blocks) * 8),
+        ("all_reduce", "world", 1, (6 + len(values) + blocks) * 8),
     }
     for rows in run_world(ledger, 4, case):
         assert set(rows) == expected

@@ -293,7 +293,7 @@ def test_bytes_of_a_step_are_the_formula(world_size: int, accumulation: int, pre
     expected = {
         ("reduce_scatter", "data", 1, numel * widths[0]),
         ("all_gather", "data", 1, numel * widths[1]),
-        ("all_reduce", "world", 1, (5 + parameters) * 8),
+        ("all_reduce", "world", 1, (7 + parameters) * 8),
     }
     for rows in run_world(ledger, world_size, case):
         assert set(rows) == expected
@@ -310,7 +310,7 @@ def test_bytes_of_reductions_by_micro_batch_are_the_formula(kind: str) -> None:
     expected = {
         ("reduce_scatter", "data", reductions, reductions * numel * 4),
         ("all_gather", "data", 1, numel * (4 if kind == "0 ordered" else 2)),
-        ("all_reduce", "world", 1, (4 + len(values) + blocks) * 8),
+        ("all_reduce", "world", 1, (6 + len(values) + blocks) * 8),
     }
     for rows in run_world(ledger, 2, case):
         assert set(rows) == expected
