@@ -81,7 +81,7 @@ class ForwardArguments:
                 faults.append(f"unknown key {name!r}{_hint(name, near)}")
         given = {*by_place[: len(args)], *kwargs}
         faults += [
-            f"no key {each.name!r}"
+            f"no key {each.name!r}{MAY_BE_LABELS.get(each.name, '')}"
             for each in self.taken
             if each.default is Parameter.empty
             and each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -97,6 +97,13 @@ class ForwardArguments:
                 f"batch: no key 'decoder_input_ids' for {self.model}, whose forward gets no labels to make them of. "
                 f"Legal: these ids, as DataCollatorForSeq2Seq(tokenizer, model=model) gives them, or criterion='model'"
             )
+
+
+MAY_BE_LABELS = {
+    name: f" (if these are the labels: {name}=None in its signature, and criterion='model')"
+    for name in ("y", "tgt")
+}
+"""What to say of a missing argument that is an input of some models and the labels of others."""
 
 
 def _hint(name: str, near: Sequence[str]) -> str:

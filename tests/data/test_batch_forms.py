@@ -19,6 +19,11 @@ ONE = torch.tensor([0, 2])
 VECTORS = torch.rand(2, 3)
 
 
+class Towers(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
 class Two(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, mask: Tensor | None = None) -> Tensor: ...
 
@@ -69,6 +74,7 @@ def test_arguments_of_the_forward_and_labels_that_a_loss_can_read_pass(
         (Two, dict(x=VECTORS, idz=IDS, labels=ONE), "logits", "batch: unknown key 'idz' (did you mean 'ids'?), no key"),
         (Two, dict(x=VECTORS, labels=ONE), "logits", "no key 'ids'; legal: labels, and what Two.forward takes: x, ids"),
         (Two, (VECTORS, ONE), "logits", "batch: no key 'ids'; legal: labels, and what Two.forward takes: x, ids, mask"),
+        (Towers, (VECTORS, ONE), "logits", "no key 'y' (if these are the labels: y=None in its signature, and"),
         (Two, ((VECTORS, IDS, VECTORS, IDS), ONE), "logits", "inputs: 4 arguments; legal: at most 3"),
         (Two, (VECTORS, IDS, ONE), "logits", "tuple of 3; legal: (inputs, labels), ((x, y), labels)"),
         (Two, dict(x=VECTORS, ids=IDS[:1], labels=ONE), "logits", "ids: shape (1, 4); legal: a batch of 2"),
