@@ -35,8 +35,9 @@ def room_fault(build: nn.Module | Callable[[], nn.Module], config: Config) -> st
         return ""
     needed = sum(state_bytes(model, config, counts_weights=not has_gpu or config.zero.stage == 3))
     host_bytes, disk_bytes = physical_bytes(), 0
-    if memory.disk_dir is not None and os.path.isdir(memory.disk_dir):
-        disk_bytes = shutil.disk_usage(memory.disk_dir).free
+    disk_dir = os.path.expanduser(memory.disk_dir or "")
+    if os.path.isdir(disk_dir):
+        disk_bytes = shutil.disk_usage(disk_dir).free
     if needed <= host_bytes + disk_bytes:
         return ""
     disk = f" and {size(disk_bytes)} are free in {memory.disk_dir}" if memory.disk_dir else ""

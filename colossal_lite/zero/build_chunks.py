@@ -5,6 +5,7 @@ Note: `initialize` fills them; `plan` makes the same ones on the meta device, so
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -200,7 +201,11 @@ def chunk_optimizer(
     memory, faults, made = config.memory, [], None
     open_file: OpenFile | None = None
     if (memory.records_tier == "disk" or memory.spills_to_disk) and memory.disk_dir is not None:
-        directory, label, timeout_s = Path(memory.disk_dir), f"rank{mesh.rank}", config.timeout_s
+        directory, label, timeout_s = (
+            Path(os.path.expanduser(memory.disk_dir)),
+            f"rank{mesh.rank}",
+            config.timeout_s,
+        )
 
         def open_file(layout: FileLayout, resting: Collection[int]) -> DiskFile:
             return DiskFile(directory, layout, label=label, timeout_s=timeout_s, resting=resting)

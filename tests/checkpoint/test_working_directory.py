@@ -80,6 +80,13 @@ def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.Mon
         assert (tmp_path / "run" / "step-00000000").is_dir() and not (tmp_path / "~").exists()
         with pytest.raises(ValueError, match="directory='~nobody-of-this-name/run'.*Legal: an absolute path"):
             engine.resume("~nobody-of-this-name/run")
+    on_disk = dict(precision="fp32", memory=dict(placement="disk", disk_dir="~/states"))
+    (tmp_path / "states").mkdir()
+    with cl.launch(on_disk, rank=0, world_size=1) as context:
+        engine = cl.initialize(
+            torch.nn.Linear(4, 6), context=context, criterion=torch.nn.functional.cross_entropy
+        )
+        assert engine.train_step((torch.ones(2, 4), torch.arange(2))).step == 1
 
 
 def in_no_folder(env: RankEnv, folder: str) -> str:
