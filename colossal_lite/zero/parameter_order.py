@@ -30,15 +30,16 @@ TOKENS = 8  # of the ids that are sent through: as few as positions, masks and w
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a forward of this module may read: its own, and those in lists of parameters that it has,
-    which are no calls."""
+    """The parameters that a forward of this module may read: its own, and those of modules that it has and never calls.
+    These are lists of parameters, and `out_proj` of torch's attention."""
     if isinstance(module, PARAMETER_LISTS):
         return []
     left, found = [module], list[nn.Parameter]()
     while left:
         owner = left.pop()
         found += owner.parameters(recurse=False)
-        left += [child for child in owner.children() if isinstance(child, PARAMETER_LISTS)]
+        reads_all = isinstance(owner, nn.MultiheadAttention)
+        left += [child for child in owner.children() if reads_all or isinstance(child, PARAMETER_LISTS)]
     return found
 
 

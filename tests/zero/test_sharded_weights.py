@@ -483,3 +483,35 @@ def closed(env: RankEnv, case: Case) -> bool:
 
 def test_evaluation_and_loading_stand_between_steps_and_a_closed_model_is_whole() -> None:
     assert all(run_world(closed, 2, replace(DEEP, global_batch=5, config=zero3())))
+
+
+class Attends(nn.Module):
+    """Torch's attention outside of any block: its forward reads the weights of `out_proj`, and never calls that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.attention(x, x, x, need_weights=False)[0]).mean(1)
+        return y
+
+
+def attended(env: RankEnv) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(4, 5, 8, generator=generator).double(), torch.arange(4)
+    memory = dict(chunk_bytes=8 * 32)  # out_proj has a chunk of its own
+    with env.launch(SGD | dict(zero=dict(stage=3), memory=memory)) as context:
+        engine = cl.initialize(Attends().double(), context=context, criterion=nn.functional.cross_entropy)
+        part = context.local_batch(4)
+        for _ in range(3):
+            engine.train_step((x[part], y[part]))
+        return engine.full_state_dict()
+
+
+def test_the_output_projection_of_torchs_attention_is_gathered_for_it() -> None:
+    (serial,) = run_world(attended, 1)
+    for state in run_world(attended, 2):
+        for name, value in serial.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
