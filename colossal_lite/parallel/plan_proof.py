@@ -501,8 +501,8 @@ def _not_linear(kind: str, found: str) -> str:
 def _refuse_mixing(kind: str, where: str, found: str, cuts: Sequence[str]) -> NoReturn:
     raise ValueError(
         f"model: samples of {kind} see each other. On {where}, {found} of a batch is not that of its halves together. "
-        f"{' and '.join(cuts)} would run it on parts of a batch, with another result. Legal: code that acts on each "
-        f"sample alone, or the whole batch at once"
+        f"{' and '.join(cuts)} would run it on parts of a batch, with another result. Legal: inputs that have "
+        f"samples first, code that acts on each sample alone, or the whole batch at once"
     )
 
 
