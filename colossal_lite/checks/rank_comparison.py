@@ -252,7 +252,8 @@ class RankComparison:
         """This rank's terms of three sums over the world, [3] in float64. The first is zero if all values are equal,
         the second if all lengths of sequences are. The third counts forwards whose numbers follow from padding at the
         left."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        terms = torch.zeros(3, dtype=torch.float64, device=self.device)
+        total = terms[:1]
         marks = [seen.mark for batch in self._batches for seen in batch.values()]
         if marks:
             total += sum(marks) * self._factor(*REPLICA)
@@ -268,9 +269,11 @@ class RankComparison:
             total += crc32(bytes(p.requires_grad for p in self._parameters.values())) * factor
         if self._changed:
             total += 1 if self.cuts else self._buffer_mark() * self._factor(*STAGE)
-        marks = [crc32(f"{turn}/{tokens}".encode()) for turn, (tokens, _) in enumerate(self._lengths)]
-        lengths = sum(marks) * self._factor(*AXES), sum(at_left for _, at_left in self._lengths)
-        return torch.cat([total, sent(torch.tensor(lengths, dtype=torch.float64), self.device)])
+        if self._lengths:
+            marks = [crc32(f"{turn}/{tokens}".encode()) for turn, (tokens, _) in enumerate(self._lengths)]
+            lengths = sum(marks) * self._factor(*AXES), sum(at_left for _, at_left in self._lengths)
+            terms[1:] += sent(torch.tensor(lengths, dtype=torch.float64), self.device)
+        return terms
 
     def check(self, apart: float, lengths: float, at_left: float) -> float:
         """Raise `RanksDifferError` if a batch, a read or a buffer differs, or `lengths` with some padded `at_left`. The
