@@ -155,7 +155,8 @@ class Rows:
             is_token = position is self.position or position is self.part
             most = everywhere if is_token else units
         rows = replace(self, position=position, whole=None, heads=None, width=0, part=None)
-        if len(inner) > 2:  # features are cut in the dims between
+        if len(inner) > 2:
+            # A rank's part of the features begins at `before` of the dims between.
             before = self.feature // features if self.width else 0
             sizes = sorted((most, before + between))
             if sizes[0] > _FEW or sizes[1] > _MANY:

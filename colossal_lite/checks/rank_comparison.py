@@ -270,8 +270,8 @@ class RankComparison:
         if self._changed:
             total += 1 if self.cuts else self._buffer_mark() * self._factor(*STAGE)
         if self._lengths:
-            marks = [crc32(f"{turn}/{tokens}".encode()) for turn, (tokens, _) in enumerate(self._lengths)]
-            lengths = sum(marks) * self._factor(*AXES), sum(at_left for _, at_left in self._lengths)
+            lengths_mark = sum(crc32(f"{i}/{tokens}".encode()) for i, (tokens, _) in enumerate(self._lengths))
+            lengths = lengths_mark * self._factor(*AXES), sum(at_left for _, at_left in self._lengths)
             terms[1:] += sent(torch.tensor(lengths, dtype=torch.float64), self.device)
         return terms
 

@@ -8,6 +8,7 @@ halves.  Where is free, as a mean may be over unevenly many labels.  It may also
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,16 +40,21 @@ def gives_coupled_number(model: nn.Module, batch: Batch, halves: Sequence[Batch]
     return not all(map(_is_mean_or_sum, whole, first, second))
 
 
+def tensors_given(outputs: Any) -> list[Tensor]:
+    """The tensors in what a forward gives, those of its objects included."""
+    leaves = [
+        each for leaf in tree_leaves(outputs) for each in (leaf, *getattr(leaf, "__dict__", {}).values())
+    ]
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
 def _numbers(model: nn.Module, batch: Batch) -> list[Tensor]:
     """For each number that depends on parameters: its value and gradients in one row."""
     trained = [p for p in model.parameters() if p.requires_grad]
     rows = []
     with torch.enable_grad(), Plainly():
-        outputs = model(*batch.args, **batch.kwargs)
-        leaves = [
-            each for leaf in tree_leaves(outputs) for each in (leaf, *getattr(leaf, "__dict__", {}).values())
-        ]
-        for number in (x for x in leaves if isinstance(x, Tensor) and not x.dim() and x.requires_grad):
+        given = tensors_given(model(*batch.args, **batch.kwargs))
+        for number in (x for x in given if not x.dim() and x.requires_grad):
             found = torch.autograd.grad(
                 number, trained, retain_graph=True, allow_unused=True, materialize_grads=True
             )

@@ -15,7 +15,6 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from colossal_lite.config.parallel_schema import TENSOR_MODES, TensorConfig
 from colossal_lite.data.batch import Batch, take_rows
@@ -31,7 +30,7 @@ from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.linearity import SEED
 from colossal_lite.parallel.copy_batches import is_more_than_words, words
-from colossal_lite.parallel.coupled_numbers import gives_coupled_number
+from colossal_lite.parallel.coupled_numbers import gives_coupled_number, tensors_given
 from colossal_lite.parallel.forward_history import RepeatedForwards
 from colossal_lite.parallel.model_loss import ModelLoss, gather_logits
 from colossal_lite.parallel.narrowing import Narrowing, narrowing
@@ -426,10 +425,7 @@ class PerSample(nn.Module):
 
 def _rows_of(outputs: Any) -> list[Tensor]:
     """The tensors of floating point in what a model gives, less numbers."""
-    leaves = [
-        each for leaf in tree_leaves(outputs) for each in (leaf, *getattr(leaf, "__dict__", {}).values())
-    ]
-    return [x for x in leaves if isinstance(x, Tensor) and x.dim() and x.is_floating_point()]
+    return [x for x in tensors_given(outputs) if x.dim() and x.is_floating_point()]
 
 
 def fixed_outputs(model: nn.Module, batch: Batch, part: Batch) -> frozenset[int]:

@@ -201,11 +201,8 @@ def chunk_optimizer(
     memory, faults, made = config.memory, [], None
     open_file: OpenFile | None = None
     if (memory.records_tier == "disk" or memory.spills_to_disk) and memory.disk_dir is not None:
-        directory, label, timeout_s = (
-            Path(os.path.expanduser(memory.disk_dir)),
-            f"rank{mesh.rank}",
-            config.timeout_s,
-        )
+        directory = Path(os.path.expanduser(memory.disk_dir))
+        label, timeout_s = f"rank{mesh.rank}", config.timeout_s
 
         def open_file(layout: FileLayout, resting: Collection[int]) -> DiskFile:
             return DiskFile(directory, layout, label=label, timeout_s=timeout_s, resting=resting)
