@@ -12,11 +12,13 @@ at its first save.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 import warnings
@@ -140,10 +142,12 @@ class FolderClaims:
 def _no_folder(directory: Path) -> str:
     """Why there can be no such folder: a file or a broken link on its path; or ""."""
     for path in (directory, *directory.parents):
-        if path.is_dir():
-            break
-        if path.exists():
-            return f"{path} is no folder"
+        try:
+            # One look at each: another run may create the folder between two.
+            return "" if stat.S_ISDIR(path.stat().st_mode) else f"{path} is no folder"
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
         if path.is_symlink():
             return f"{path} is a link to {os.readlink(path)}, which is not there"
     return ""
@@ -172,10 +176,10 @@ def _read(path: Path) -> Owner | None:
     except FileNotFoundError:
         return None
     try:
-        stat, text = os.fstat(fd), os.read(fd, LIMIT_BYTES)
+        status, text = os.fstat(fd), os.read(fd, LIMIT_BYTES)
     finally:
         os.close(fd)
-    seen = (stat.st_ino, stat.st_mtime_ns)
+    seen = (status.st_ino, status.st_mtime_ns)
     try:
         row: dict[str, Any] = json.loads(text)
         run, host, machine = (str(row[name])[:200] for name in ("run", "host", "machine"))

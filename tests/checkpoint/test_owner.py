@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -89,6 +90,24 @@ def test_of_runs_that_begin_at_once_20_times_one_owns_the_folder(stale: bool, tm
             winners = [run for run, refusal in rows if not refusal]
             assert len(winners) == 1
             assert all(f"belongs to run {winners[0]}, " in refusal for _, refusal in rows if refusal)
+
+
+def test_a_folder_that_another_run_creates_meanwhile_is_a_folder(tmp_path: Path) -> None:
+    """Two looks at a path once took one that came between them for a file."""
+    folder, ended = tmp_path / "run", threading.Event()
+
+    def comes_and_goes() -> None:
+        while not ended.is_set():
+            folder.mkdir()
+            folder.rmdir()
+
+    thread = threading.Thread(target=comes_and_goes)
+    thread.start()
+    try:
+        assert {owner._no_folder(folder) for _ in range(20_000)} == {""}
+    finally:
+        ended.set()
+        thread.join()
 
 
 def resumes(env: RankEnv, folder: str) -> str:

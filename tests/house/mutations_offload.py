@@ -17,7 +17,7 @@ from tests.house.mutations_zero import SHARDED
 
 def _refilled_before_it_is_empty(original: Any, self: Any, target: Any, source: Any, **more: Any) -> Any:
     if self.name == "d2h":
-        self._thread.submit(time.sleep, 0.005)  # what is copied out is what is there by then
+        self._thread.submit(time.sleep, 0.02)  # what is copied out is what is there by then
     return original(self, target, source)
 
 
@@ -52,13 +52,13 @@ FAULTS_HOST: Faults = {
 
 
 def _not_down_yet(original: Any, self: Any, index: int, part: Any) -> None:
-    self._down._thread.submit(time.sleep, 0.01)
+    self._down._thread.submit(time.sleep, 0.2)
     original(self, index, part)
     self._came[index, part] = self._came[index, part][0], self.updates_link.run(int, 0)
 
 
 def _read_before_they_are_up(original: Any, self: Any, index: int) -> None:
-    self._up._thread.submit(time.sleep, 0.01)
+    self._up._thread.submit(time.sleep, 0.2)
     original(self, index)
     self._coming[index] = self.updates_link.run(int, 0)
 
