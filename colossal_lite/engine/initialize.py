@@ -43,6 +43,7 @@ from colossal_lite.engine.engine import Engine
 from colossal_lite.engine.engine_parts import Built, GlobalNames
 from colossal_lite.engine.step_totals import StepResult
 from colossal_lite.layers import hugging_face
+from colossal_lite.layers.batch_norm import shares_statistics, sync_statistics
 from colossal_lite.layers.layer_swap import cut_range
 from colossal_lite.layers.sequence_parallel import sees_whole_sequences
 from colossal_lite.layers.tensor_modes import Form
@@ -77,7 +78,10 @@ from colossal_lite.transforms.batch_statistics import (
     check_batchwide,
     check_max_norm,
     check_tables,
+    free_statistics,
     hold_statistics,
+    is_synced,
+    mark_synced,
 )
 from colossal_lite.transforms.compile import compile_blocks
 from colossal_lite.transforms.key_cache import give_key_cache_back
@@ -143,6 +147,7 @@ def initialize(
         if isinstance(model, nn.Module):
             give_key_cache_back(model)
             hugging_face.unbind(model)
+            free_statistics(model)
         raise
 
 
@@ -201,6 +206,7 @@ def _initialize(
         outlives=outlives, first_batch=first_batch, seen_padding=seen,
     )  # fmt: skip
     engine = Engine(built, context, loss, optimizer, forecast_batch, lr_lambda)
+    sync_statistics(module, context.mesh.axis("data"))
     hold_statistics(module, _cuts(context, splits(config)), recomputes(config))
     context.models.add(module)
     engine.on_step(partial(_tell_of_end, context), reads_weights=False)
@@ -249,6 +255,8 @@ def _of_batches(module: nn.Module, context: Context) -> tuple[FirstBatch | None,
     samples see each other, where a batch is cut."""
     repeats = RepeatedForwards(splits(context.config), context.config.activation_checkpoint)
     first_batch = check_samples_apart(module, _cuts(context, repeats.splits), repeats)
+    if norms := tuple(filter(is_synced, module.modules())):
+        return first_batch, SeenPadding(statistics=norms)
     return first_batch, seen_padding(module) if context.mesh.size("data") > 1 else SeenPadding()
 
 
@@ -305,6 +313,8 @@ def _check_model(
             f"torch.jit.script or trace"
         )
     check_labels_optional(module, own_loss=criterion == "model")
+    if shares_statistics(context.config, context.mesh):
+        mark_synced(module)
     check_batchwide(module, _cuts(context, splits(context.config)), recomputes(context.config))
     check_max_norm(module, _copies(context))
     check_tables(module, _cuts(context, splits(context.config)))

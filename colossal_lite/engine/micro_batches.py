@@ -65,7 +65,7 @@ class MicroBatches:
         seen = apply_to_tensors(batch, host_copy)
         check_batch(seen, self._stated, self._allowed.forward, self._loss)
         self._allowed.check(*parts_of_batch(seen))
-        sizes = self.sizes(parts_of_batch(seen)[2])
+        sizes = self.sizes(parts_of_batch(seen)[2], keeps_modes=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._check_accumulation(sizes, samples_before)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
@@ -98,7 +98,9 @@ class MicroBatches:
         number that the forward gives."""
         inputs = first_input(args, kwargs)
         samples = len(inputs)
-        if self._seen_padding.behind and inputs.dim() == 2 and "attention_mask" not in kwargs:
+        seen = self._seen_padding
+        sees = bool(seen.statistics) or (seen.behind and "attention_mask" not in kwargs)
+        if sees and inputs.dim() == 2 and not inputs.is_floating_point():
             self._check_lengths(inputs.shape[1] if samples else 0)
         if inputs.dim() == 2 and self._mesh.size("data") > 1:
             at_left = self._seen_padding.at_left(kwargs, labels)
@@ -149,14 +151,21 @@ class MicroBatches:
                 f"attention_mask that the model takes, or data=1"
             )
 
-    def sizes(self, labels: Tensor) -> list[int]:
+    def sizes(self, labels: Tensor, *, keeps_modes: bool) -> list[int]:
         """The number of samples of each data rank, from its `labels`; collective. Of this rank alone if no part needs
-        the others; then not collective."""
+        the others; then not collective. `keeps_modes`: modules in training stay so. Raises ValueError for a rank
+        without any, if statistics of all are read."""
         auxiliary, told = self._parallelized.auxiliary, self._parallelized.reported_loss
         row = [labels.shape[0], *([int(valid_labels(labels))] if auxiliary.names else [])]
         rows, data = [row], self._mesh.axis("data")
-        if data.size > 1 and (told or self._config.parallel.pipeline.is_staged):
+        reads_all = keeps_modes and any(norm.training for norm in self._seen_padding.statistics)
+        if data.size > 1 and (told or reads_all or self._config.parallel.pipeline.is_staged):
             rows = data.all_gather(torch.tensor(rows)).tolist()  # on the host, which waits for no device
+        if reads_all and not all(size for size, *_ in rows):
+            raise ValueError(
+                f"batch: {[size for size, *_ in rows]} samples on the data ranks, and a batch norm reads those of all. "
+                f"Legal: at least one sample on each, such as drop_last=True leaves"
+            )
         if auxiliary.names:
             auxiliary.begin(samples=sum(size for size, _ in rows), labels=sum(n for _, n in rows))
         return [int(size) for size, *_ in rows]

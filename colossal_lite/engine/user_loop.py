@@ -86,7 +86,7 @@ class UserLoop:
             self._comparison.add_read((args, kwargs))
         self._comparison.add_batch({**{f"argument {n}": x for n, x in enumerate(args)}, **kwargs})
         self._micro_batches.look(args, kwargs, is_own_loop=True)
-        sizes = self._micro_batches.sizes(inputs)
+        sizes = self._micro_batches.sizes(inputs, keeps_modes=True)
         self._rows = len(inputs)
         self._samples = sum(sizes)
         if torch.is_grad_enabled() and self._mesh.size("data") > 1:

@@ -197,6 +197,8 @@ class SeenPadding:
     """At the left, under `attention_mask`."""
     before_positions: bool = False
     """At the left, under `attention_mask` and with `position_ids`."""
+    statistics: tuple[nn.Module, ...] = ()
+    """Modules in training that read all padding, masked or not: they normalise over the batch."""
 
     def at_left(self, kwargs: Mapping[str, Any], labels: Tensor | None) -> bool:
         """Whether tokens of a batch see padding at its left, or labels there count."""
@@ -218,10 +220,10 @@ def seen_padding(model: nn.Module) -> SeenPadding:
         behind = bool(_difference(small.model, batch, padding))
         if "attention_mask" not in names or _difference(small.model, batch, replace(padding, masks=True)):
             return SeenPadding(behind)
-        before = [
+        before, with_positions = (
             _sees_before(small.model, batch, positions) for positions in (False, "position_ids" in names)
-        ]
-        return SeenPadding(behind, *before)
+        )
+        return SeenPadding(behind, before, with_positions)
 
     try:
         if is_our_own(model, {}) or isinstance(model, GPT):

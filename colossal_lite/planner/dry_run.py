@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from colossal_lite.config.config import Config, ConfigError
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.mesh import Mesh
+from colossal_lite.layers.batch_norm import shares_statistics, sync_statistics
 from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.models import GPT, GPTConfig
@@ -40,6 +41,7 @@ from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.activation_checkpoint import apply_activation_checkpoint, blocks_of
+from colossal_lite.transforms.batch_statistics import is_synced, mark_synced
 from colossal_lite.transforms.split_backward import (
     BackwardRoot,
     DeferredWeightGrads,
@@ -99,6 +101,8 @@ class Whole:
     blocks: tuple[str, ...]
     reported_numbers: int
     """Numbers about its part of a batch that each data rank sends to the others."""
+    has_statistics: bool = False
+    """Of all data ranks, which then send their samples and their length too."""
 
     def packed(
         self, config: Config, layout: MeshLayout, homes: Mapping[str, tuple[int, ...]] | None = None
@@ -146,6 +150,9 @@ class DryRun:
             if isinstance(block, Block):  # a pipeline may run its halves
                 block.mix = partial(_with_flash, block.mix)  # type: ignore[method-assign]
         apply_activation_checkpoint(module, config.activation_checkpoint, streams)
+        if shares_statistics(config, self.mesh):
+            mark_synced(module)
+            sync_statistics(module, self.mesh.axis("data"))
         dtype = Precision.of(config.precision).compute
         for parameter in module.parameters():
             parameter.data = _new(parameter, dtype)
@@ -160,6 +167,7 @@ class DryRun:
             tuple(named),
             tuple(blocks_of(module)),
             done.reported_loss,
+            any(map(is_synced, module.modules())),
         )
 
     def batch(self, done: Parallelized, streams: DropoutStreams, samples: int) -> Batch:

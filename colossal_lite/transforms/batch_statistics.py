@@ -1,10 +1,10 @@
-"""Finds modules such as BatchNorm, or tables with max_norm, that change when a batch is split. They are rejected.
+"""Finds modules such as BatchNorm, or tables with max_norm, that change when a batch is split.
 
-Note: why they are rejected.
+Note: which are rejected.
 The mean of a batch is not the mean of its parts.  So batch norm differs on each data rank, under accumulation, and in
 each micro-batch of a pipeline.  Running statistics of any norm differ too.  They are updated once for each part, and
-twice where a block runs again in backward.  A sum over ranks within forward would cost two collectives a layer, and
-would not cover sequential micro-batches.  So such a module is rejected by name, with the setting that splits the batch.
+twice where a block runs again in backward.  Where data ranks alone split the batch, torch's batch norms take the
+statistics of all of them (`layers/batch_norm.py`).  Others are rejected by name, with the setting that splits.
 A table with `max_norm` writes to its rows in forward: each rank writes only the rows of its own words.
 """
 
@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from colossal_lite.transforms.activation_checkpoint import blocks_of
-from colossal_lite.transforms.module_modes import is_set_by_hand, modes_kept
+from colossal_lite.transforms.module_modes import SYNCED, is_set_by_hand, modes_kept
 
 WATCH = "_stays_in_evaluation"
 
@@ -31,9 +31,27 @@ def is_over_the_batch(module: nn.Module) -> bool:
     )
 
 
+def is_synced(module: nn.Module) -> bool:
+    """Whether it is marked, as its statistics are of all data ranks."""
+    return SYNCED in vars(module)
+
+
+def mark_synced(model: nn.Module) -> None:
+    """Mark the batch norms whose statistics can be of all data ranks: torch's own, with running statistics."""
+    forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    for module in model.modules():
+        if (
+            isinstance(module, _BatchNorm)
+            and type(module).forward in forwards
+            and "forward" not in vars(module)
+            and module.running_mean is not None
+        ):
+            module.__dict__[SYNCED] = True
+
+
 def check_batchwide(model: nn.Module, cuts: Sequence[str], recomputes: Sequence[str] = ()) -> None:
     """Raises ValueError for a module over the batch if settings `cuts` (as a user writes them) split the batch. Also
-    for one whose statistics a block updates twice, as it `recomputes`.
+    for one whose statistics a block updates twice, as it `recomputes`. Not for one that is marked.
 
     One with running statistics that is in evaluation while the model trains reads no batch (`hold_statistics`)."""
     if not (over := _over_the_batch(model, cuts, recomputes)):
@@ -60,7 +78,8 @@ def _over_the_batch(
     found: list[tuple[str, nn.Module, Sequence[str]]] = []
     for name, each in model.named_modules():
         is_again = getattr(each, "running_mean", None) is not None and f"{name}.".startswith(blocks)
-        if is_over_the_batch(each) and (why := (*cuts, *(recomputes if is_again else ()))):
+        here = () if is_synced(each) else cuts
+        if is_over_the_batch(each) and (why := (*here, *(recomputes if is_again else ()))):
             found.append((name, each, why))
     return found
 
@@ -74,16 +93,19 @@ def _refuse(name: str, each: nn.Module, cuts: Sequence[str]) -> NoReturn:
     raise ValueError(
         f"model: {name} is a {type(each).__name__}, which reads the whole batch, and {' and '.join(cuts)} would "
         f"run it on parts of one, or twice. Legal: a norm of each sample (LayerNorm, GroupNorm, RMSNorm), or one "
-        f"that the model's own train() leaves in eval(). Or the whole batch at once (data=1, gradient_accumulation=1, "
-        f"a pipeline with micro_batches=1, activation_checkpoint='none')"
+        f"that the model's own train() leaves in eval(). Or torch's BatchNorm with running statistics where data ranks "
+        f"alone split the batch. Or the whole batch at once (data=1, gradient_accumulation=1, a pipeline with "
+        f"micro_batches=1, activation_checkpoint='none')"
     )
 
 
 def free_statistics(model: nn.Module) -> None:
-    """Let modules over the batch train, which `hold_statistics` holds in evaluation."""
+    """Let modules over the batch train by themselves: those that are held in evaluation, or marked."""
     for module in model.modules():
         if (handle := module.__dict__.pop(WATCH, None)) is not None:
             handle.remove()
+        if module.__dict__.pop(SYNCED, False):
+            module.__dict__.pop("forward", None)
 
 
 def check_tables(module: nn.Module, cuts: Sequence[str]) -> None:

@@ -41,13 +41,17 @@ def is_set_by_hand(model: nn.Module) -> bool:
     return model.training and not all(module.training for module in model.modules())
 
 
+SYNCED = "_is_over_all_ranks"
+"""Marks a module whose statistics are of all data ranks."""
+
+
 def hold_evaluation(copy: nn.Module, model: nn.Module) -> None:
-    """Have `train()` of a copy leave those modules in evaluation that the user of `model` has set so."""
-    if is_set_by_hand(model):
-        modes = modes_of(model)
-        for name, module in copy.named_modules():
-            if not modes.get(name, True):
-                module.__dict__["train"] = MethodType(_train_within, module)
+    """Have `train()` of a copy leave those modules in evaluation that the user of `model` has set so. Also those that
+    are `SYNCED`, for a copy has one rank."""
+    modes = modes_of(model) if is_set_by_hand(model) else {}
+    for name, module in copy.named_modules():
+        if not modes.get(name, True) or SYNCED in vars(module):
+            module.__dict__["train"] = MethodType(_train_within, module)
 
 
 def _train_within(module: nn.Module, mode: bool = True) -> nn.Module:

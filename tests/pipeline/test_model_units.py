@@ -251,8 +251,6 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "hook before the model": hooked(lambda model: model, "register_forward_pre_hook"),
     "hook on a block's backward": hooked(lambda model: model.blocks[1], "register_full_backward_hook"),  # type: ignore[index, union-attr]
 }
-ALONE: dict[str, Any] = {}
-"""Without a pipeline."""
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "a subclass of Sequential with a forward of its own": (
         "half", {}, ("Half has a forward of its own", "pipeline_sections()"),
@@ -279,7 +277,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         "normed", dict(pipeline=dict(micro_batches=None)), ("2 is a BatchNorm1d", "pipeline.micro_batches=None"),
     ),
     "batch norm without statistics": ("plainly normed", {}, ("2 is a BatchNorm1d",)),
-    "batch norm on data ranks": ("normed", ALONE, ("2 is a BatchNorm1d", "and data=2 would run it on parts")),
+    "batch norm on data ranks": (
+        "normed", dict(world_size=4, pipeline=dict(micro_batches=1)),
+        ("2 is a BatchNorm1d", "and data=2 would run it on parts"),
+    ),
     "batch norm in accumulation": (
         "normed", dict(pipeline=dict(micro_batches=1), config=dict(gradient_accumulation=3)),
         ("2 is a BatchNorm1d", "gradient_accumulation=3"),
@@ -321,8 +322,6 @@ def fails(env: RankEnv, case: Case, model: str) -> str:
 def test_what_cannot_be_cut_is_refused_by_name(name: str) -> None:
     model, changes, words = REFUSED[name]
     case = case_of(nn.Module, **changes)
-    if changes is ALONE:
-        case = replace(case, pipeline=1)
     for said in run_world(fails, case.world_size, case, model):
         assert all(word in said for word in words), said
 
