@@ -419,7 +419,7 @@ def _drawn(name: str, shape: tuple[int, ...], own: Tensor, generator: torch.Gene
     if not (own.is_floating_point() or own.is_complex() or own.is_meta):
         return torch.empty(shape, dtype=own.dtype).copy_(own.detach()[tuple(map(slice, shape))])
     value = torch.randn(shape, generator=generator, dtype=torch.float64)
-    value.mul_(0.3 if len(shape) < 2 else float(shape[-1]) ** -0.5)
+    value.mul_(0.3 if len(shape) < 2 else float(max(shape[-1], 1)) ** -0.5)
     if not own.is_meta and not own.is_complex():
         first = torch.empty(shape, dtype=torch.float64).copy_(own.detach()[tuple(map(slice, shape))])
         if first.isfinite().all():

@@ -78,6 +78,17 @@ class FixedLength(Attentive):
         return self.head(x)
 
 
+class Empty(Attentive):
+    """Has parameters of no element, as adapters of rank 0 are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none, self.narrow = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(3, 0))
+
+    def forward(self, ids: Tensor) -> Any:
+        return super().forward(ids) + self.none.sum() + self.narrow.sum()
+
+
 class NamedResult(Attentive):
     """Reads a result of torch by its name."""
 
@@ -196,6 +207,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "later moving statistics": lambda: FrozenStatistics(stays=2),
     "named result": NamedResult,
     "fixed length": FixedLength,
+    "empty": Empty,
     "func": lambda: Force("func"),
     "autograd": lambda: Force("autograd"),
     "scripted": lambda: nn.Sequential(nn.Embedding(V, D), torch.jit.script(nn.Linear(D, V))),
@@ -265,6 +277,12 @@ STAGES = dict(pipeline=dict(size=2, micro_batches=2))
         ("frozen dropout", dict(zero=dict(stage=3))),
         ("frozen statistics", dict(zero=dict(stage=2))),
         ("frozen statistics", dict(gradient_accumulation=2)),
+        ("empty", dict(parallel=CUT)),
+        ("empty", dict(zero=dict(stage=3), memory=dict(placement="host", chunk_bytes=64))),
+        (
+            "empty",
+            dict(zero=dict(stage=3), memory=dict(placement="auto", device_budget=10**6, chunk_bytes=64)),
+        ),
         ("func", dict(zero=dict(stage=1), memory=dict(chunk_bytes=256))),
         ("func", dict(zero=dict(stage=2), memory=dict(chunk_bytes=256))),
         ("func", dict(memory=dict(chunk_bytes=256, placement="host"))),
