@@ -38,7 +38,8 @@ from colossal_lite.checks.model_structure import OwnForward
 from colossal_lite.checks.rank_comparison import RankComparison, changes_apart
 from colossal_lite.config.config import Config
 from colossal_lite.config.errors import shown
-from colossal_lite.data.batch import Batch, first_input
+from colossal_lite.data.batch import Batch, first_input, lengths_of
+from colossal_lite.data.batch_forms import named
 from colossal_lite.engine.context import Context, noting_faults
 from colossal_lite.engine.determinism import enforced
 from colossal_lite.engine.engine_parts import Built, assemble
@@ -211,7 +212,7 @@ class Engine:
         with self._parts.measured():
             parts = self._begin(batch)
         self._open.own_samples = sum(part.size for part in parts)
-        self._forecast([part.inputs for part in parts])
+        self._forecast([part.inputs for part in parts], parts[0].arguments)
         if self._watch.begin([part.inputs for part in parts]):
             self._reports.begin_step()
         with self._parts.measured(), self._comparison.giving_up(self.zero_grad), self._watch.computing():
@@ -301,7 +302,7 @@ class Engine:
         self._updates.refuse_within("eval_step")
         self._state.refuse_changed("eval_step")
         parts = self._read(batch)
-        self._forecast([part.inputs for part in parts])
+        self._forecast([part.inputs for part in parts], parts[0].arguments)
         self._state.rest()
         sums = LocalSums(self.context.device)
         budget = nullcontext() if self._memory_budget is None else self._memory_budget.evaluated()
@@ -325,7 +326,7 @@ class Engine:
         local = self._loop.local_part(args, kwargs)
         inputs = first_input(args, kwargs)
         self._open.own_samples += inputs.shape[0] * torch.is_grad_enabled()
-        self._forecast([inputs], self.context.config.gradient_accumulation)
+        self._forecast([inputs], named(args, kwargs), self.context.config.gradient_accumulation)
         first, watched = self._parts.first_step.forward(None), self._comparison.forward(local)
         with self._parts.measured(), self._weights.forward(), first, self._streams.forward(), watched:
             with naming_transforms(), self._running():
@@ -743,18 +744,18 @@ class Engine:
             self._open.totals = self._agree()
         self._settle()
 
-    def _forecast(self, inputs: Sequence[Tensor], times: int = 1) -> None:
+    def _forecast(
+        self, inputs: Sequence[Tensor], given: Mapping[str, Any] | None = None, times: int = 1
+    ) -> None:
         """Under a budget, refuse a batch that `plan` forecasts not to fit; `inputs` [B, T] of its micro-batches, each
-        `times`. If `plan` does not know the model or loss, and on a GPU, the first step measures instead."""
+        `times`, and the arguments `given` with the first. If `plan` does not know the model or loss, and on a GPU, the first step measures instead."""
         if self._memory_budget is None:
             return
         known = self._facts is not None and self._loss.criterion is None and self.context.device.type == "cpu"
-        samples, tokens = (
-            times * sum(len(ids) for ids in inputs),
-            inputs[0].shape[1] if inputs[0].dim() > 1 else 1,
-        )
+        samples = times * sum(len(ids) for ids in inputs)
+        lengths = lengths_of(inputs[0], {} if known else given or {})
         self._memory_budget.forecast(
-            samples, tokens, self._forecast_batch if known else None, trains=torch.is_grad_enabled()
+            samples, lengths, self._forecast_batch if known else None, trains=torch.is_grad_enabled()
         )
 
     def _settle(self) -> None:

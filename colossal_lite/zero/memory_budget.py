@@ -16,8 +16,8 @@ them as they arrived.  If parameters are left out only later, a warning names th
 rank a shard on the device is copied to its slot for a use, as with several.
 
 A larger or longer batch, for training or evaluation, is forecast before it runs.  It is refused if it does not fit.
-Without a forecast the bytes are taken to grow with the samples and with the square of the length.  For this the ranks
-exchange the shape of every batch.  Evaluations before the first step are measured, and refused afterwards.
+Without a forecast the bytes are taken to grow with the samples and with the square of the length.  A picture's length is
+the number of its values.  For this the ranks exchange the shape of every batch.  Evaluations before the first step are measured, and refused afterwards.
 Cost: some milliseconds a block for the run without tensors, and one exchange of two numbers a batch.  Counting makes
 the first step slower.
 
@@ -29,7 +29,7 @@ budget counts allocated bytes, not what the allocator reserves beyond them (`tor
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colossal_lite.config.errors import Problem, refuse
+from colossal_lite.data.batch import TOKENS
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk
@@ -100,8 +101,8 @@ class MemoryBudget:
         """The tier of every piece; None before the first update."""
         self.activations_bytes = 0
         """The most that the model holds in a step of an admitted batch, on any rank, forecast or measured."""
-        self._admitted: set[tuple[bool, int, int]] = set()
-        """Whether they train, samples of a step of a rank and their tokens, of the batches that fit."""
+        self._admitted: list[tuple[bool, int, Mapping[str, int]]] = []
+        """Whether they train, samples of a step of a rank and their lengths, of the batches that fit."""
         self._measured_by: float | None = None
         """What the first step held, as a factor of its forecast; None: there was no forecast."""
         self._evaluated_bytes = 0
@@ -187,7 +188,7 @@ class MemoryBudget:
             yield
         with self._world.ledger.paused():
             most = max(self._alike(meter.peak_bytes))
-        admitted, self._admitted = self._admitted, {each for each in self._admitted if each[0]}
+        admitted, self._admitted = self._admitted, [each for each in self._admitted if each[0]]
         self._refuse(self._placed(self._gathered_bytes(), most))
         self._admitted, self._evaluated_bytes = admitted, max(self._evaluated_bytes, most)
 
@@ -214,18 +215,20 @@ class MemoryBudget:
         return self._apart_bytes + in_chunks
 
     def forecast(
-        self, samples: int, tokens: int, forecast_batch: Forecast | None, *, trains: bool = True
-    ) -> None:
+        self, samples: int, lengths: Mapping[str, int], forecast_batch: Forecast | None, *, trains: bool = True
+    ) -> None:  # fmt: skip
         """Before a batch with so many samples on this rank: what does not fit by what `forecast_batch` says (None:
-        no forecast) is refused. Collective; raises ConfigError on every rank."""
+        no forecast) is refused. `lengths`: of a sample, as `lengths_of` gives them; a forecast is asked with its
+        `tokens`. Collective; raises ConfigError on every rank."""
         if self._memory.device_budget is None:
             return
         with self._world.ledger.paused():
-            rows = self._world.gather_json([samples, tokens])
-        samples, tokens = (max(row[i] for row in rows) for i in (0, 1))
-        if self._is_known(trains, samples, tokens):
+            rows = self._world.gather_json([samples, dict(lengths)])
+        samples = max(held for held, _ in rows)
+        lengths = {name: max(long.get(name, 0) for _, long in rows) for _, own in rows for name in own}
+        if self._is_known(trains, samples, lengths):
             return
-        self._samples = samples if trains else 0
+        self._samples, tokens = samples if trains else 0, lengths.get(TOKENS, 0)
         found = None if forecast_batch is None else forecast_batch(samples, tokens, trains=trains)
         mine = None if found is None else [found["activations"] + found["temporaries"], found["gathered"]]
         messages = 0 if found is None else found["messages"]
@@ -235,28 +238,34 @@ class MemoryBudget:
             self._changed_forecast = partial(forecast_batch, samples, tokens)
         if self.placement is not None:
             found_bytes = max((activations for activations, _ in forecasts), default=None)
-            self._admit(trains, samples, tokens, found_bytes, messages)
+            self._admit(trains, samples, lengths, found_bytes, messages)
         elif forecasts or self._is_staged:
             activations = max((activations for activations, _ in forecasts), default=0)
             self.messages_bytes = max(self.messages_bytes, messages)
             gathered = max((gathered for _, gathered in forecasts), default=self._gathered_bytes())
             self._refuse(self._placed(gathered, activations))
             self.activations_bytes = max(self.activations_bytes, activations)
-        self._admitted.add((trains, samples, tokens))
+        self._admitted.append((trains, samples, lengths))
 
-    def _is_known(self, trains: bool, samples: int, tokens: int) -> bool:
+    def _is_known(self, trains: bool, samples: int, lengths: Mapping[str, int]) -> bool:
         """Whether as many samples as long have fitted before; a step of training holds all that an evaluation does."""
-        return any(samples <= s and tokens <= t and trained >= trains for trained, s, t in self._admitted)
+        return any(
+            samples <= s and _times_as_long(lengths, long) <= 1 and trained >= trains
+            for trained, s, long in self._admitted
+        )
 
     def _admit(
-        self, trains: bool, samples: int, tokens: int, forecast_bytes: int | None, messages_bytes: int
-    ) -> None:
+        self, trains: bool, samples: int, lengths: Mapping[str, int], forecast_bytes: int | None,
+        messages_bytes: int,
+    ) -> None:  # fmt: skip
         """After the placement is final: refuse a batch that does not fit beside it."""
         assert self.placement is not None
         activations = 0 if forecast_bytes is None else ceil(forecast_bytes * (self._measured_by or 1.0))
         if forecast_bytes is None:
-            largest = [(s, t) for trained, s, t in self._admitted if trained]
-            growth = min(max(1, samples / s) * max(1, tokens / t) ** 2 for s, t in largest)
+            largest = [(s, long) for trained, s, long in self._admitted if trained]
+            growth = min(
+                max(1, samples / s) * max(1, _times_as_long(lengths, long)) ** 2 for s, long in largest
+            )
             activations = ceil(self.activations_bytes * growth)
             messages_bytes = ceil(self.messages_bytes * growth)
         fixed = dict(self.placement.fixed)
@@ -264,9 +273,8 @@ class MemoryBudget:
         if self._is_staged:
             self.messages_bytes = grown["messages"] = max(self.messages_bytes, messages_bytes)
         placed = replace(self.placement, fixed=tuple((fixed | grown).items()))
-        what = (
-            f"{'a step' if trains else 'an evaluation'} of {samples} samples of {tokens} tokens on a rank: "
-        )
+        long = " and ".join(f"{length:,} {name}" for name, length in lengths.items())
+        what = f"{'a step' if trains else 'an evaluation'} of {samples} samples of {long} on a rank: "
         self._raise(self._device_problems(placed, what))
         self.placement, self.activations_bytes = placed, max(self.activations_bytes, activations)
 
@@ -410,3 +418,10 @@ class MemoryBudget:
     def _gathered_bytes(self) -> int:
         """The least that any plan of gathers takes."""
         return gathered_bytes((*self._chunks, *self._frozen), None)
+
+
+def _times_as_long(lengths: Mapping[str, int], known: Mapping[str, int]) -> float:
+    """The length of a sample over a known one. Of several inputs it is the largest such ratio. An input that the known
+    one has not is compared with its longest."""
+    longest = max(known.values(), default=1)
+    return max((held / max(1, known.get(name, longest)) for name, held in lengths.items()), default=1.0)

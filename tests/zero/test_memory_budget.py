@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -820,6 +820,59 @@ def test_an_evaluation_before_the_first_step_of_what_nobody_can_foretell_is_held
     for said, held in run_world(evaluated_first, 2, case, budget, samples):
         assert (held <= budget) == fits == (not said), (said, held)
         assert fits or needed(said) > budget and "activations" in said
+
+
+class Pictures(nn.Module):
+    """Features of pictures, and of a second input if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 5)
+
+    def forward(self, pictures: Tensor, beside: Tensor | None = None) -> Tensor:
+        seen = [
+            torch.relu(self.features(each)).mean((2, 3)) for each in (pictures, beside) if each is not None
+        ]
+        return cast(Tensor, self.head(torch.stack(seen).sum(0)))
+
+
+def larger_inputs(env: RankEnv, budget: int, sizes: list[tuple[int, ...]]) -> list[tuple[str, int]]:
+    """Of a run of batches of 4 samples, of one or two pictures of such sizes: what was refused, and the most that the
+    device held in each."""
+    config = config_of(1) | dict(memory=dict(placement="auto", device_budget=budget))
+    out = []
+    with env.launch(config) as context:
+        torch.manual_seed(0)
+        engine = cl.initialize(Pictures(), context=context)
+        for each in sizes:
+            pictures = tuple(torch.randn(4, 3, size, size) for size in each)
+            before, said = on_tier(engine, "cpu"), ""
+            with LiveBytes() as meter:
+                try:
+                    engine.train_step((pictures, torch.arange(4)))
+                except ConfigError as error:
+                    said = str(error)
+            out.append((said, before + meter.peak_bytes))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("larger", "words"),
+    [
+        ((64,), "12,288 values of inputs on a rank"),
+        ((8, 64), "192 values of inputs[0] and 12,288 values of inputs[1]"),
+    ],
+)
+def test_larger_pictures_or_a_longer_second_input_are_held_to_the_budget(
+    larger: tuple[int, ...], words: str
+) -> None:
+    budget = 200_000
+    sizes = [larger[:-1] + (8,), larger, larger[:-1] + (4,), larger[:-1] + (9,)]
+    (rank,) = run_world(larger_inputs, 1, budget, sizes)
+    said, held = zip(*rank, strict=True)
+    assert [bool(each) for each in said] == [False, True, False, False], said
+    assert max(bytes_ for text, bytes_ in rank if not text) <= budget, held
+    assert f"a step of 4 samples of {words}" in said[1] and needed(said[1]) > budget
 
 
 def test_ranks_with_smaller_batches_learn_that_another_has_too_large_a_one() -> None:
