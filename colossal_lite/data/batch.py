@@ -167,8 +167,8 @@ TOKENS = "tokens"
 
 
 def lengths_of(inputs: Tensor, given: Mapping[str, Any]) -> dict[str, int]:
-    """How long a sample is: the tokens of `inputs`, the first one, or all values of a picture. So for each further input
-    in `given`, the arguments by name, that has another length. A mask is as long as what it masks."""
+    """How long a sample is: the tokens of `inputs`, the first one, or all values of a picture. So for each further
+    input of another length in `given`, the arguments by name. A mask is as long as what it masks."""
     length = inputs.shape[1:].numel()
     first = next((name for name, x in given.items() if x is inputs), "inputs")
     lengths = {TOKENS if inputs.dim() <= 2 else f"values of {first}": length}

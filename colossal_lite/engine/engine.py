@@ -748,7 +748,8 @@ class Engine:
         self, inputs: Sequence[Tensor], given: Mapping[str, Any] | None = None, times: int = 1
     ) -> None:
         """Under a budget, refuse a batch that `plan` forecasts not to fit; `inputs` [B, T] of its micro-batches, each
-        `times`, and the arguments `given` with the first. If `plan` does not know the model or loss, and on a GPU, the first step measures instead."""
+        `times`, and the arguments `given` with the first. If `plan` does not know the model or loss, and on a GPU, the
+        first step measures instead."""
         if self._memory_budget is None:
             return
         known = self._facts is not None and self._loss.criterion is None and self.context.device.type == "cpu"

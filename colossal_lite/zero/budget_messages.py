@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -57,27 +57,50 @@ def room_problems(budget: int | None, device: torch.device) -> Iterator[Problem]
         yield Problem("memory.device_budget", budget, rule, f"at most {room}")
 
 
+class LaterBatch(NamedTuple):
+    """A batch after the first step. State lies beside that one and does not move again."""
+
+    words: str
+    whole_bytes: int
+    """On the device beside this batch, with all state there."""
+    first_bytes: int
+    """On the device beside this batch, if a run began with it. State would lie elsewhere then."""
+    is_foretold: bool
+    """Whether a forecast says what it needs. Else that is inferred from smaller batches, and may be far less."""
+
+    def legal(self, budget: int, need: int, change: str | None) -> str:
+        """What would fit. A budget between `need` and `whole_bytes` would take more state as well."""
+        begin = "; or begin with the largest batch, "
+        begin += "beside which state is then placed" if self.is_foretold else "which is then measured"
+        if self.first_bytes == self.whole_bytes == need:  # no state that a budget moves
+            return f"{need:,} or more{'' if self.is_foretold else begin}"
+        if self.is_foretold and self.first_bytes > budget:
+            begin += f", with {change}" if change else f", with {self.first_bytes:,} or more"
+        return f"{self.whole_bytes:,} or more, which has room for all state{begin}"
+
+
 def device_problems(
-    memory: MemoryConfig, placed: StatePlacement, smaller: Iterator[tuple[str, int]], whose: str = "", *,
-    is_floor: bool = False,
+    memory: MemoryConfig, placed: StatePlacement, smaller: Iterator[tuple[str, int]],
+    later: LaterBatch | None = None, *, is_floor: bool = False,
 ) -> Iterator[Problem]:  # fmt: skip
     """Why the device's budget is too small, if it is. `smaller`: changes and the bytes with them, from
-    `smaller_steps`; `whose`: what the placement is for; `is_floor`: it is of no batch yet."""
+    `smaller_steps`; `later`: what the placement is for; `is_floor`: it is of no batch yet."""
     budget, need = memory.device_budget, placed.device_bytes
     if budget is None or need <= budget:
         return
     rows = ", ".join(f"{kind} {held:,}" for kind, tier, held in placed.rows if tier == "device")
     is_least = memory.placement == "auto" and memory.moves
-    what = "at the least " if is_least else ""
+    what = "at the least " if is_least and later is None else ""
     change = next((f"{change} ({held:,} bytes)" for change, held in smaller if held <= budget), None)
-    largest = "; or begin with the largest batch, beside which state is then placed" if whose else ""
     others = "" if is_least else ", or, if that is enough, memory.placement='auto' or a higher zero.stage"
-    figure = (
-        f"more than {need:,}, by what a batch needs, which the first step tells"
-        if is_floor
-        else f"{need:,} or more"
-    )
-    legal = f"{figure}{f'; or {change}' if change else others}{largest}"
+    rest = f"; or {change}" if change else others
+    legal = f"{need:,} or more{rest}"
+    if is_floor:
+        legal = f"more than {need:,}, by what a batch needs, which the first step tells{rest}"
+    elif later is not None:
+        legal = later.legal(budget, need, change)
+        legal += "" if is_least else rest
+    whose = "" if later is None else later.words
     yield Problem(
         "memory.device_budget", budget, f"{whose}the device needs {need:,} bytes {what}({rows})", legal
     )

@@ -16,8 +16,10 @@ them as they arrived.  If parameters are left out only later, a warning names th
 rank a shard on the device is copied to its slot for a use, as with several.
 
 A larger or longer batch, for training or evaluation, is forecast before it runs.  It is refused if it does not fit.
-Without a forecast the bytes are taken to grow with the samples and with the square of the length.  A picture's length is
-the number of its values.  For this the ranks exchange the shape of every batch.  Evaluations before the first step are measured, and refused afterwards.
+Without a forecast the bytes are taken to grow with the samples and with the square of the length.  A picture's length
+is the number of its values.  For this the ranks exchange the shape of every batch.  A larger budget would also take
+more state, so the refusal names one that has room for all of it.  Evaluations before the first step are measured, and
+refused afterwards.
 Cost: some milliseconds a block for the run without tensors, and one exchange of two numbers a batch.  Counting makes
 the first step slower.
 
@@ -51,7 +53,13 @@ from colossal_lite.offload.placement import StatePlacement, slot_bytes
 from colossal_lite.schedule.interval_packing import LiveRange, pack_live_ranges
 from colossal_lite.schedule.plan import Action
 from colossal_lite.schedule.step_moments import SharedInterval
-from colossal_lite.zero.budget_messages import Forecast, device_problems, host_problems, smaller_steps
+from colossal_lite.zero.budget_messages import (
+    Forecast,
+    LaterBatch,
+    device_problems,
+    host_problems,
+    smaller_steps,
+)
 from colossal_lite.zero.build_chunks import defers_updates, slots_of
 from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gradient_hooks import in_flight_of
@@ -275,7 +283,7 @@ class MemoryBudget:
         placed = replace(self.placement, fixed=tuple((fixed | grown).items()))
         long = " and ".join(f"{length:,} {name}" for name, length in lengths.items())
         what = f"{'a step' if trains else 'an evaluation'} of {samples} samples of {long} on a rank: "
-        self._raise(self._device_problems(placed, what))
+        self._raise(self._device_problems(placed, what, is_foretold=forecast_bytes is not None))
         self.placement, self.activations_bytes = placed, max(self.activations_bytes, activations)
 
     def settle(self, actions: Sequence[Action], messages_bytes: int) -> bool:
@@ -407,13 +415,26 @@ class MemoryBudget:
         self._raise([*self._device_problems(placed, is_floor=is_floor), *on_host])
 
     def _device_problems(
-        self, placed: StatePlacement, whose: str = "", *, is_floor: bool = False
+        self, placed: StatePlacement, whose: str = "", *, is_floor: bool = False, is_foretold: bool = False
     ) -> Iterator[Problem]:
+        """`whose`: words of a batch that comes after the first step; `is_foretold`: by a forecast."""
+        memory, later, told = self._memory, None, placed
+        if whose and memory.device_budget is not None and placed.device_bytes > memory.device_budget:
+            place = partial(
+                placed_by,
+                pieces=placed.pieces,
+                fixed=dict(placed.fixed),
+                device=self._device,
+                beside=placed.beside,
+            )
+            told = place(memory)
+            whole = place(memory.model_copy(update={"device_budget": None}))
+            later = LaterBatch(whose, whole.device_bytes, told.device_bytes, is_foretold)
         chunks = (*self._chunks, *self._frozen)
         smaller = smaller_steps(
-            self._config, self._samples, placed, self._weights, chunks, self._changed_forecast
+            self._config, self._samples, told, self._weights, chunks, self._changed_forecast
         )
-        return device_problems(self._memory, placed, smaller, whose, is_floor=is_floor)
+        return device_problems(memory, placed, smaller, later, is_floor=is_floor)
 
     def _gathered_bytes(self) -> int:
         """The least that any plan of gathers takes."""

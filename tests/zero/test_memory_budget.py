@@ -787,6 +787,31 @@ def test_a_batch_larger_than_the_first_is_let_in_where_it_fits_and_else_refused_
             assert needed(text) > budget
 
 
+@pytest.mark.parametrize("later", [("train", 4), ("evaluate", 16)])
+def test_what_the_refusal_of_a_later_batch_names_as_legal_is_taken_when_it_is_tried(
+    later: tuple[str, int],
+) -> None:
+    """A larger budget takes more state beside the first batch, and that must leave room for the later one."""
+    case = replace(GROWING, config=config_of(3, sum_order="fast"))
+
+    def refusals(budget: int, sizes: list[tuple[str, int]], parts: int = 1) -> list[str]:
+        cut = replace(case, config=dict(case.config) | dict(gradient_accumulation=parts))
+        return [text for text, _ in run_world(grown, 2, cut, budget, sizes)[0] if text]
+
+    sizes, budget = [("train", 1), later], 600_000
+    (text,) = refusals(budget, sizes)
+    found = re.search(
+        r"legal: ([\d,]+) or more, which has room for all state; or begin with the largest", text
+    )
+    assert found, text
+    legal = int(found[1].replace(",", ""))
+    assert legal > needed(text) > budget
+    assert [refusals(legal + more, sizes) for more in (0, 100_000)] == [[], []]
+    parts = re.search(r"is then placed, with gradient_accumulation=(\d)", text)
+    assert bool(parts) == (later[0] == "train"), text
+    assert refusals(budget, [later], int(parts[1]) if parts else 1) == []
+
+
 def evaluated_first(env: RankEnv, case: Case, budget: int, samples: int) -> tuple[str, int]:
     """What an evaluation before the first step was refused with, or nothing, and the most that the device held."""
     with env.launch(replace(case, config={**case.config, **auto(budget)}).full_config) as context:
