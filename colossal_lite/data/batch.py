@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from colossal_lite.data.batch_forms import named, parts_of_batch
 from colossal_lite.memory.transfers import sent
@@ -160,24 +159,6 @@ def first_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         f"batch: the model is called with {len(args)} positional arguments and the names {sorted(kwargs)}, and the "
         f"first is no tensor. Legal: a tensor [B, ...] first, as input_ids or by another name"
     )
-
-
-TOKENS = "tokens"
-"""The name, in `lengths_of`, of the length of a first input that has one number for each token."""
-
-
-def lengths_of(inputs: Tensor, given: Mapping[str, Any]) -> dict[str, int]:
-    """How long a sample is: the tokens of `inputs`, the first one, or all values of a picture. So for each further
-    input of another length in `given`, the arguments by name. A mask is as long as what it masks."""
-    length = inputs.shape[1:].numel()
-    first = next((name for name, x in given.items() if x is inputs), "inputs")
-    lengths = {TOKENS if inputs.dim() <= 2 else f"values of {first}": length}
-    for name, value in given.items():
-        tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.dim() > 1]
-        held = sum(x.shape[1:].numel() for x in tensors)
-        if "mask" not in name and held not in (0, length):
-            lengths[f"values of {name}"] = held
-    return lengths
 
 
 def read_batch(batch: Any, *, device: torch.device, first_sample: int = 0) -> Batch:

@@ -38,7 +38,7 @@ from colossal_lite.checks.model_structure import OwnForward
 from colossal_lite.checks.rank_comparison import RankComparison, changes_apart
 from colossal_lite.config.config import Config
 from colossal_lite.config.errors import shown
-from colossal_lite.data.batch import Batch, first_input, lengths_of
+from colossal_lite.data.batch import Batch, first_input
 from colossal_lite.data.batch_forms import named
 from colossal_lite.engine.context import Context, noting_faults
 from colossal_lite.engine.determinism import enforced
@@ -77,6 +77,7 @@ from colossal_lite.transforms.split_backward import DeferredWeightGrads
 from colossal_lite.zero.budget_messages import Forecast
 from colossal_lite.zero.build_chunks import sharding_of
 from colossal_lite.zero.grad_norm import in_order, squares_of
+from colossal_lite.zero.memory_budget import lengths_of
 from colossal_lite.zero.user_optimizer import Factory
 from colossal_lite.zero.weight_slots import ShardedWeights
 
@@ -747,8 +748,8 @@ class Engine:
     def _forecast(
         self, inputs: Sequence[Tensor], given: Mapping[str, Any] | None = None, times: int = 1
     ) -> None:
-        """Under a budget, refuse a batch that `plan` forecasts not to fit; `inputs` [B, T] of its micro-batches, each
-        `times`, and the arguments `given` with the first. If `plan` does not know the model or loss, and on a GPU, the
+        """Under a budget, refuse a batch that `plan` forecasts not to fit. `inputs` [B, T] of its micro-batches, each
+        `times`; `given`: the arguments of the first. If `plan` does not know the model or loss, and on a GPU, the
         first step measures instead."""
         if self._memory_budget is None:
             return

@@ -39,9 +39,10 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from colossal_lite.config.errors import Problem, refuse
-from colossal_lite.data.batch import TOKENS
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk
@@ -80,6 +81,24 @@ from colossal_lite.zero.weight_slots import ShardedWeights
 
 if TYPE_CHECKING:
     from colossal_lite.config.config import Config
+
+
+TOKENS = "tokens"
+"""The name, in `lengths_of`, of the length of a first input that has one number for each token."""
+
+
+def lengths_of(inputs: Tensor, given: Mapping[str, Any]) -> dict[str, int]:
+    """How long a sample is: the tokens of `inputs`, the first one, or all values of a picture. So for each further
+    input of another length in `given`, the arguments by name. A mask is as long as what it masks."""
+    length = inputs.shape[1:].numel()
+    first = next((name for name, x in given.items() if x is inputs), "inputs")
+    lengths = {TOKENS if inputs.dim() <= 2 else f"values of {first}": length}
+    for name, value in given.items():
+        tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.dim() > 1]
+        held = sum(x.shape[1:].numel() for x in tensors)
+        if "mask" not in name and held not in (0, length):
+            lengths[f"values of {name}"] = held
+    return lengths
 
 
 class MemoryBudget:
