@@ -184,20 +184,29 @@ def _couples(loss: Tensor, outputs: Sequence[GradientEdge]) -> bool:
     if not outputs:
         return False
     first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
-    rows = [g[0] for g in first if g is not None and g.requires_grad]
-    if not rows:  # the loss is linear
+    gradients = [g for g in first if g is not None and g.requires_grad]
+    if not gradients:  # the loss is linear
         return False
-    total = sum((row * _weights(row)).sum() for row in rows)
+    digits = (max(map(len, gradients)) - 1).bit_length()  # any two rows differ in one
+    return any(_reaches_others(gradients, digit, outputs) for digit in range(digits))
+
+
+def _reaches_others(gradients: Sequence[Tensor], digit: int, outputs: Sequence[GradientEdge]) -> bool:
+    """Whether `gradients` at rows of an even binary `digit` depend on rows of an odd one."""
+    chosen = [(g, torch.arange(len(g), device=g.device) >> digit & 1 == 0) for g in gradients]
+    total = sum((g[even] * _weights(g[even], place)).sum() for place, (g, even) in enumerate(chosen))
     assert isinstance(total, Tensor)
     second = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
-    sizes = [h.detach().abs() for h in second if h is not None]
+    sizes = [h.detach().abs().reshape(len(h), -1).sum(1, dtype=torch.float64) for h in second if h is not None]
     if not sizes:
         return False
-    others = torch.stack([h[1:].sum(dtype=torch.float64) for h in sizes]).sum()
-    every = torch.stack([h.sum(dtype=torch.float64) for h in sizes]).sum()
-    return bool(others > torch.finfo(loss.dtype).eps ** 0.5 * every)
+    odd = [h[torch.arange(len(h), device=h.device) >> digit & 1 == 1].sum() for h in sizes]
+    every = torch.stack([h.sum() for h in sizes]).sum()
+    return bool(torch.stack(odd).sum() > torch.finfo(total.dtype).eps ** 0.5 * every)
 
 
-def _weights(row: Tensor) -> Tensor:
-    """Numbers that differ between near elements, as the gradient of a softmax adds up to zero."""
-    return (1 + torch.arange(row.numel(), device=row.device) % 97).to(row.dtype).view(row.shape)
+def _weights(rows: Tensor, place: int) -> Tensor:
+    """Numbers that differ between near elements, as the gradient of a softmax adds up to zero. And between outputs, as
+    the gradients of a difference do."""
+    weights = 1 + (torch.arange(rows.numel(), device=rows.device) + 31 * place) % 97
+    return weights.to(rows.dtype).view(rows.shape)

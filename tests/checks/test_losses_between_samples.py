@@ -41,6 +41,10 @@ def supervised(a: Tensor, labels: Tensor) -> Tensor:
     return -(scores * alike).sum() / alike.sum()
 
 
+def between_means(a: Tensor, b: Tensor) -> Tensor:
+    return (a.mean(0) - b.mean(0)).square().sum()
+
+
 def log_of_mean(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels).exp().add(1).log()
 
@@ -55,6 +59,10 @@ LOSSES: dict[str, Callable[[Model, Model, Given], Tensor]] = {
     "contrastive": lambda f, every, g: contrast(every(f(g[0])), every(f(g[1]))),
     "by labels": lambda f, every, g: supervised(every(f(g[0])), every(g[2])),
     "of a mean": lambda f, every, g: log_of_mean(every(f(g[0])), every(g[2])),
+    "of a difference of means": lambda f, every, g: between_means(every(f(g[0])), every(f(g[1]))),
+    "of some samples": lambda f, every, g: (
+        contrast(*(every(f(x))[every(g[2]) == 1] for x in g[:2])) + F.cross_entropy(f(g[0]), g[2])
+    ),
     "beside one of samples": lambda f, every, g: (
         contrast(every(out := f(g[0])), every(f(g[1]))) + F.cross_entropy(out, g[2])
     ),
