@@ -30,11 +30,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
+from colossal_lite.checks.summed_losses import sums_samples
 from colossal_lite.distributed.autograd_collectives import join
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.numerics.retained_gradients import retained_gradients_kept
 
-Fault = Literal["couples", "nonlinear"]
+Fault = Literal["couples", "nonlinear", "sums"]
 SEED = 1024.0
 """Two backwards of a look start from it, and from its inverse."""
 
@@ -77,7 +78,7 @@ class AllSamples:
         self, loss: Tensor, forwards: Sequence[tuple[int, int]], *, own_loss: bool = True
     ) -> Fault | None:
         """Whether the gradient of `loss` at one row of the outputs depends on other rows, which were not gathered. Or
-        whether it is not linear in what backward starts from. None in steps that do not look.
+        whether it is not linear in what backward starts from, or a sum over rows. None in steps that do not look.
         `forwards`: numbers of the nodes that each forward has made. `own_loss`: backward starts from the loss as it
         is, so on one rank nothing is wrong."""
         is_cut = self._comm.size > 1
@@ -88,6 +89,8 @@ class AllSamples:
         self._known.add(operations)
         if (is_known and self._step & (self._step - 1)) or not front or self._runs_the_model(front):
             return None
+        if is_cut and sums_samples(_edge_of(loss), front):
+            return "sums"
         outputs = [edge for edge, rows in front.items() if rows > 1]
         with self._aside():
             with suppress(RuntimeError, NotImplementedError):  # it has no second derivative
@@ -197,7 +200,9 @@ def _reaches_others(gradients: Sequence[Tensor], digit: int, outputs: Sequence[G
     total = sum((g[even] * _weights(g[even], place)).sum() for place, (g, even) in enumerate(chosen))
     assert isinstance(total, Tensor)
     second = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
-    sizes = [h.detach().abs().reshape(len(h), -1).sum(1, dtype=torch.float64) for h in second if h is not None]
+    sizes = [
+        h.detach().abs().reshape(len(h), -1).sum(1, dtype=torch.float64) for h in second if h is not None
+    ]
     if not sizes:
         return False
     odd = [h[torch.arange(len(h), device=h.device) >> digit & 1 == 1].sum() for h in sizes]

@@ -212,7 +212,7 @@ class UserLoop:
         self._parts.before_backward(own_loss=count is None and seed == 1.0)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
-        step.sums.add(total.detach(), 0 if count is None else count)
+        step.sums.add(total.detach(), 0) if count is None else step.sums.add(_of_labels(total, count), count)
         is_last = step.calls + 1 == self._config.gradient_accumulation
         updates = self._updates.within_backward and is_last
         if updates:
@@ -252,7 +252,7 @@ class UserLoop:
 
     def _refuse_coupling(self, loss: Tensor, *, counted: bool) -> None:
         """Raises ValueError for a `loss` between samples of this rank, where others have more, in steps that look. So
-        for one whose gradient is not linear. `counted`: it has a count."""
+        for a sum over them, and for one whose gradient is not linear. `counted`: it has a count."""
         own_loss = not counted and self._step.loss_scale.scale == 1.0
         fault = self._all_samples.fault(loss, self._forwards, own_loss=own_loss)
         if fault == "nonlinear":
@@ -261,6 +261,13 @@ class UserLoop:
                 f"backward: the gradient of the loss at outputs of engine(x) is not linear, as other starts show. A "
                 f"hook on an output, or an autograd.Function in the loss, changes it. {why}, and so another gradient. "
                 f"Legal: one that is linear in the gradient, such as a mask or a factor; {legal}"
+            )
+        if fault == "sums":
+            data = self._mesh.size("data")
+            raise ValueError(
+                f"backward: the loss is a sum over samples, and this rank has a part of them (parallel.data={data}). "
+                f"The step takes a mean over ranks, not their sum. Legal: a mean over samples"
+                f"{'' if counted else f'; {data} * loss'}; a sum of engine.all_samples(outputs); parallel.data=1"
             )
         if fault is not None:
             raise ValueError(
@@ -376,6 +383,11 @@ def _weight_of(inputs: Tensor, labels: Sequence[Any]) -> Tensor:
             valid = each >= 0
             counts += [valid.sum(), valid[:, 1:].sum() if each.dim() > 1 else valid.sum()]
     return torch.stack(counts)
+
+
+def _of_labels(total: Tensor, count: int | Tensor) -> Tensor:
+    """A loss over so many labels. Without labels it is 0: their mean is no number, and has no gradient."""
+    return total.detach().masked_fill(torch.ones_like(total) * count == 0, 0.0)
 
 
 def _weighted_sums(x: Tensor) -> Tensor:

@@ -336,3 +336,49 @@ def uneven(env: RankEnv) -> str:
 def test_other_numbers_of_samples_on_ranks_are_refused() -> None:
     for told in run_world(uneven, 2):
         assert "data ranks have tensors of the shapes [[2, 4], [3, 4]]" in told
+
+
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross-entropy": partial(F.cross_entropy, reduction="sum"),
+    "losses of samples": lambda logits, labels: F.cross_entropy(logits, labels, reduction="none").sum(),
+    "squares": lambda logits, labels: (logits - labels[:, None]).square().mean(1).sum(),
+    "by dimension": lambda logits, labels: -logits.log_softmax(-1).sum(0).sum(),
+}
+
+
+def summed(env: RankEnv, name: str, how: str) -> tuple[str, dict[str, Tensor]]:
+    """What the first step says, and the weights after three. `how`: what the refusal calls legal."""
+    with env.launch(SGD) as context:
+        engine = cl.initialize(model(), context=context)
+        x, _, labels = (given.chunk(env.world_size)[env.rank] for given in batch())
+        every = engine.all_samples if how == "all samples" else itself
+
+        def step() -> None:
+            loss = SUMS[name](every(engine(x)), every(labels))
+            if how == "mean":
+                loss = loss / len(x)
+            engine.backward(env.world_size * loss if how == "ranks" else loss)
+            engine.step()
+
+        told = told_of(step)
+        if not told:
+            step()
+            step()
+        return told, engine.full_state_dict()
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_over_samples_is_refused_and_what_is_legal_in_its_place_is_exact(name: str) -> None:
+    for told, state in run_world(summed, 2, name, "as it is"):
+        assert "the loss is a sum over samples" in told and "2 * loss" in told
+        assert is_equal(state, model().state_dict())
+    total = plain(lambda given: SUMS[name](given(batch()[0]), batch()[2]))
+    mean = plain(lambda given: SUMS[name](given(batch()[0]), batch()[2]) / 8)
+    for how, ranks, truth in [
+        ("as it is", 1, total),
+        ("ranks", 2, total),
+        ("all samples", 2, total),
+        ("mean", 2, mean),
+    ]:
+        for told, state in run_world(summed, ranks, name, how):
+            assert told == "" and is_equal(state, truth), how

@@ -161,6 +161,29 @@ def test_a_users_own_loop_with_counts_is_the_serial_step() -> None:
             assert relative_error(out["state"][name], expected, 1.0) < 1e-10, name
 
 
+def half_labelled(env: RankEnv, as_tensor: bool) -> dict[str, Any]:
+    """A step whose first samples, all of rank 0 of two, have no label."""
+    with env.launch(CRITERION_CASE.full_config) as context:
+        engine = cl.initialize(CRITERION_CASE.model, context=context)
+        inputs, labels = CRITERION_CASE.batch(0)
+        labels[: (len(labels) + 1) // 2] = -100
+        cut = context.local_batch(CRITERION_CASE.global_batch)
+        count = (labels[cut] != -100).sum()
+        logits = engine(inputs[cut])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels[cut].flatten())
+        engine.backward(loss, count if as_tensor else int(count))
+        return dict(gradients=engine.full_gradients(), loss=float(engine.step().loss))
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_rank_whose_count_is_0_adds_no_mean_of_nothing(as_tensor: bool) -> None:
+    (truth,) = run_world(half_labelled, 1, as_tensor)
+    for out in run_world(half_labelled, 2, as_tensor):
+        assert out["loss"] == pytest.approx(truth["loss"], rel=1e-12)
+        for name, expected in truth["gradients"].items():
+            assert relative_error(out["gradients"][name], expected, 1.0) < 1e-10, name
+
+
 def after_close(env: RankEnv) -> list[str]:
     """What each call says once the engine is closed."""
     case, said = Case(world_size=1), []
