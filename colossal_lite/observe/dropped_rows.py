@@ -65,12 +65,15 @@ class JsonLines:
 
 
 def _rows_up_to(path: Path, step: int) -> Iterator[str]:
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    """Lines of rows up to `step`. Those that a kill cut short, or that no run wrote, are left out."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                yield line
-        except ValueError:  # cut short by a kill
-            return
+            row = json.loads(line)
+        except ValueError:
+            continue
+        found = row.get("step") if isinstance(row, dict) else None
+        if line.endswith("\n") and isinstance(found, int) and found <= step:
+            yield line
 
 
 def _finite(value: Any) -> Any:

@@ -60,13 +60,14 @@ class RunFiles:
     def rows(self, name: str) -> list[dict[str, Any]]:
         """Rows of a file of JSON lines. A last line that a kill cut short is left out; ValueError for any other."""
         path = self.folder / name
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        lines = self.text(name).splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]
         return [_parsed(path, line, number) for number, line in enumerate(whole, 1)]
 
     def text(self, name: str) -> str:
+        """Bytes that are no UTF-8 are replaced, so that its line is named."""
         path = self.folder / name
-        return path.read_text(encoding="utf-8") if path.exists() else ""
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def mapping(self, name: str) -> dict[str, Any]:
         text = self.text(name)
@@ -93,7 +94,17 @@ def write_report(folder: Path) -> Path:
 
 
 def report(folder: Path) -> str:
-    """The page, as HTML. Raises ValueError for a folder without the rows of a run."""
+    """The page, as HTML. Raises ValueError for a folder without the rows of a run, or with others than a run writes."""
+    try:
+        return _page(folder)
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"report: the files of {folder} are not those of a run of this version: {type(error).__name__}: {error}; "
+            f"legal: the files as a run wrote them"
+        ) from error
+
+
+def _page(folder: Path) -> str:
     files = RunFiles(folder)
     steps, timing = files.rows("metrics.jsonl"), files.rows("timing.jsonl")
     if not steps:

@@ -268,6 +268,16 @@ def test_rows_after_the_resumed_step_are_written_again(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
+@pytest.mark.parametrize("damaged", [b"\xff\xfe", b"[1]", b'{"a": 1}', b'{"step": "x"}', b"{", b"\0\0"])
+def test_rows_that_no_run_wrote_are_left_out_and_those_behind_them_stay(
+    tmp_path: Path, damaged: bytes
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 2}\n')
+    JsonLines(path, keep_step=2).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
 class Kept:
     """A sink that keeps what it is given."""
 
