@@ -99,8 +99,8 @@ def report(folder: Path) -> str:
         return _page(folder)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"report: the files of {folder} are not those of a run of this version: {type(error).__name__}: {error}; "
-            f"legal: the files as a run wrote them"
+            f"report: the files of {folder} are not those of a run of this version. {type(error).__name__}: {error}. "
+            f"Legal: the files as a run wrote them"
         ) from error
 
 

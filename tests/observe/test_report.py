@@ -134,10 +134,10 @@ def test_a_row_that_a_kill_cut_short_is_left_out_and_a_damaged_one_is_named(fold
 @pytest.mark.parametrize(
     ("name", "more", "says"),
     [
-        ("metrics.jsonl", b'{"step": 1}\n', "not those of a run of this version: KeyError"),
+        ("metrics.jsonl", b'{"step": 1}\n', "not those of a run of this version. KeyError"),
         ("metrics.jsonl", b"\xff\n", "metrics.jsonl: line .* is no JSON object"),
         ("run.json", b"\xff", "run.json: line 1 is no JSON object"),
-        ("schedule.json", b"{", "not those of a run of this version: JSONDecodeError"),
+        ("schedule.json", b"{", "not those of a run of this version. JSONDecodeError"),
     ],
 )
 def test_files_that_no_run_of_this_version_wrote_are_refused_by_name(
