@@ -76,7 +76,8 @@ class Launch:
         """One line: `torchrun: rank 3 of 8 (3 of 4 on this node), rank 0 at [::1]:29500`."""
         if self.world_size == 1:
             return f"{self.kind}: a world of one"
-        where = f"{self.local_rank} of {self.local_world_size} on this node"
+        of = f" of {self.local_world_size}" if self.local_world_size else ""  # 0: not counted yet
+        where = f"{self.local_rank}{of} on this node"
         restart = f", restart {self.restart_count}" if self.restart_count else ""
         master = endpoint(self.master_address, self.master_port)
         return f"{self.kind}: rank {self.rank} of {self.world_size} ({where}), rank 0 at {master}{restart}"

@@ -93,11 +93,7 @@ class ScriptEnd:
         if of == id(error) and self._follows(first):
             has_agent = self.place is not None and self.place.has_agent
             return "" if has_agent else f"rank {rank} ends, as {first.partition(chr(10))[0]}"
-        if (
-            isinstance(error, ConfigError | LaunchError)
-            and of != id(error)
-            and not env.speaks(env.environment())
-        ):
+        if isinstance(error, ConfigError) and of != id(error) and not env.speaks(env.environment()):
             return ""  # all ranks find the same fault
         who = f"rank {rank}: " if self.place and self.place.world_size > 1 else ""
         if refused or isinstance(error, CommError):

@@ -77,6 +77,8 @@ def launch(
     Raises ConfigError for a configuration that cannot run in this world (with `model_facts`, with this model).  Raises
     LaunchError for an environment that contradicts itself, and CommError if ranks do not arrive within `timeout_s`.
     """
+    if store is None:
+        ScriptEnd.installed()  # before the environment is read, so that its faults end a script as others do
     return _launch(config, model_facts, store, _place(store, rank, world_size), overrides)
 
 

@@ -181,3 +181,26 @@ def test_under_torchrun_a_model_that_raises_is_one_message_and_its_box_says_it(
     assert line.endswith("KeyError: 'a bug of the model'"), "whichever of two in one second torchrun takes"
     for rank in range(2):
         assert "Error: " in (tmp_path / "run" / "logs" / f"rank-{rank:05}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"RANK": "5", "WORLD_SIZE": "2", "LOCAL_RANK": "5", "MASTER_PORT": "29500"}, "rank 5 must be below"),
+        ({"WORLD_SIZE": "2"}, "RANK is not"),
+    ],
+)
+def test_an_environment_that_contradicts_itself_ends_a_script_as_other_refusals(
+    given: dict[str, str], says: str
+) -> None:
+    places = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+    kept = {name: value for name, value in os.environ.items() if name not in places}
+    found = subprocess.run(
+        [sys.executable, "-c", "import colossal_lite as cl\ncl.launch({})"],
+        env=kept | {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"} | given,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert found.returncode == 2 and says in found.stderr and "Traceback" not in found.stderr
