@@ -12,38 +12,12 @@ from typing import Any
 from torch.autograd.graph import GradientEdge
 
 SUM = 2  # the number of torch for reduction="sum"
-KEEPS_SCALE = {
-    f"{name}Backward{n}"
-    for n in range(3)
-    for name in (
-        *(
-            "Add",
-            "Sub",
-            "Neg",
-            "View",
-            "UnsafeView",
-            "Squeeze",
-            "Unsqueeze",
-            "Gather",
-            "ToCopy",
-            "Clone",
-            "Alias",
-        ),
-        *(
-            "LogSoftmax",
-            "Softmax",
-            "LogSigmoid",
-            "Sigmoid",
-            "Softplus",
-            "Tanh",
-            "Relu",
-            "Pow",
-            "Abs",
-            "Exp",
-            "Log",
-        ),
-    )
-}
+KEEPING = (
+    "Add Sub Neg View UnsafeView Squeeze Unsqueeze Gather ToCopy Clone Alias "
+    "LogSoftmax Softmax LogSigmoid Sigmoid Softplus Tanh Relu Pow Abs Exp Log"
+)
+KEEPS_SCALE = {f"{name}Backward{n}" for n in range(3) for name in KEEPING.split()}
+"""Operations of torch in which each sample keeps its weight."""
 
 
 def sums_samples(loss: GradientEdge, outputs: Mapping[GradientEdge, int]) -> bool:

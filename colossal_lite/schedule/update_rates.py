@@ -165,7 +165,9 @@ def simulated_chunks(work: UpdateBytes) -> int:
 
 
 def fastest_mix(work: UpdateBytes, rates: Rates, computing: Computing | None = None) -> FoundMix:
-    """The share whose simulated updates, or steps, are over first; of several the smallest."""
+    """The share whose simulated updates, or steps, are over first; of several the smallest. 0 where none move."""
+    if not work.chunks:
+        return FoundMix(Fraction(0), lanes_of(work, rates, Fraction(0)), 0.0, frozenset())
     count = simulated_chunks(work)
     simulated = partial(simulated_s, work, rates, count=count, computing=computing)
 

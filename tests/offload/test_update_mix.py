@@ -164,6 +164,28 @@ def test_a_plan_prints_the_mix_with_its_lanes_and_seconds(update_on: Any) -> Non
     assert re.search(r"of \d+ chunks are updated on the host: host .* up .* s simulated; a step of", told)
 
 
+def without_records(env: RankEnv, memory: dict[str, Any]) -> tuple[list[float], int]:
+    """Losses, and how many chunks the host updates."""
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), memory=memory, timeout_s=30)
+    case = replace(DEEP, world_size=env.world_size, config=config)
+    with env.launch(case.full_config) as context:
+        engine = start(case, context)
+        losses = [step.loss for step in steps_of(engine, context, case)]
+        return losses, sum(engine._optimizer.is_updated_on_host(chunk) for chunk in engine._chunks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_auto_leaves_updates_without_state_on_the_device(ranks: int) -> None:
+    """SGD without momentum in float64 keeps nothing. It once ended in a PlanError."""
+    auto = dict(
+        placement="host",
+        update_on="auto",
+        rates=dict(up=10**9, host_update=1e9, device_update=1e9, flops=1e9),
+    )
+    expected = run_world(without_records, ranks, dict())
+    assert run_world(without_records, ranks, auto) == expected and expected[0][1] == 0
+
+
 @pytest.mark.parametrize("update_on, gone", [({"host": (0, 99)}, "99"), ({"host": (8,)}, "8")])
 def test_a_number_that_no_chunk_has_is_refused_by_name(update_on: Any, gone: str) -> None:
     memory = dict(placement="host", update_on=update_on)
