@@ -12,11 +12,9 @@ from typing import Any
 from torch.autograd.graph import GradientEdge
 
 SUM = 2  # the number of torch for reduction="sum"
-KEEPING = (
-    "Add Sub Neg View UnsafeView Squeeze Unsqueeze Gather ToCopy Clone Alias "
-    "LogSoftmax Softmax LogSigmoid Sigmoid Softplus Tanh Relu Pow Abs Exp Log"
-)
-KEEPS_SCALE = {f"{name}Backward{n}" for n in range(3) for name in KEEPING.split()}
+ARRANGING = "Add Sub Neg View UnsafeView Squeeze Unsqueeze Gather ToCopy Clone Alias".split()
+POINTWISE = "LogSoftmax Softmax LogSigmoid Sigmoid Softplus Tanh Relu Pow Abs Exp Log".split()
+KEEPS_SCALE = {f"{name}Backward{n}" for n in range(3) for name in (*ARRANGING, *POINTWISE)}
 """Operations of torch in which each sample keeps its weight."""
 
 
