@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +173,23 @@ def test_ranks_may_have_other_numbers_of_samples(ranks: int, samples: int) -> No
 
 def test_so_it_does_in_a_loop_of_the_users_own() -> None:
     assert_alike(2, "pictures", 5, {}, own_loop=True)
+
+
+def continued(env: RankEnv, folder: str, start: int) -> float:
+    """The loss of a step after those before `start`."""
+    with env.launch(BASE | dict(zero=dict(stage=3))) as context:
+        engine = cl.initialize(built("pictures"), context=context, criterion=F.cross_entropy)
+        if start:
+            engine.resume(folder)
+        x, labels = (part.tensor_split(env.world_size)[env.rank] for part in batch("pictures", start, 8))
+        loss = float(engine.train_step((x, labels)).loss)
+        engine.save(folder).wait()
+        return loss
+
+
+def test_a_run_goes_on_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    losses = [run_world(continued, ranks, str(tmp_path), start)[0] for start, ranks in enumerate((2, 1, 4))]
+    assert losses == pytest.approx(plainly("pictures", 8)[0], rel=1e-12)
 
 
 def few(env: RankEnv, own_loop: bool) -> tuple[str, float]:
