@@ -89,13 +89,13 @@ class AllSamples:
         self._known.add(operations)
         if (is_known and self._step & (self._step - 1)) or not front or self._runs_the_model(front):
             return None
-        if is_cut and sums_samples(_edge_of(loss), front):
-            return "sums"
         outputs = [edge for edge, rows in front.items() if rows > 1]
         with self._aside():
             with suppress(RuntimeError, NotImplementedError):  # it has no second derivative
                 if is_cut and _couples(loss, outputs):
                     return "couples"
+            if is_cut and sums_samples(_edge_of(loss), front):
+                return "sums"
             with suppress(RuntimeError, NotImplementedError):  # it has no first one to be looked at
                 return None if _is_linear(loss, list(front)) else "nonlinear"
         return None

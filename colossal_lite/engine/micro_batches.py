@@ -9,12 +9,13 @@ one all-gather over `data`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from colossal_lite.checks.batch_arguments import AllowedArguments
 from colossal_lite.checks.rank_comparison import RankComparison
@@ -64,8 +65,9 @@ class MicroBatches:
         steps."""
         seen = apply_to_tensors(batch, host_copy)
         check_batch(seen, self._stated, self._allowed.forward, self._loss)
-        self._allowed.check(*parts_of_batch(seen))
-        sizes = self.sizes(parts_of_batch(seen)[2], keeps_modes=torch.is_grad_enabled())
+        args, kwargs, labels = parts_of_batch(seen)
+        self._allowed.check(args, kwargs, labels)
+        sizes = self.sizes(labels, named(args, kwargs), keeps_modes=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._check_accumulation(sizes, samples_before)
         whole = read_batch(batch, device=self._device, first_sample=self.first_sample(sizes))
@@ -98,9 +100,7 @@ class MicroBatches:
         number that the forward gives."""
         inputs = first_input(args, kwargs)
         samples = len(inputs)
-        seen = self._seen_padding
-        sees = bool(seen.statistics) or (seen.behind and "attention_mask" not in kwargs)
-        if sees and inputs.dim() == 2 and not inputs.is_floating_point():
+        if self._seen_padding.behind and inputs.dim() == 2 and "attention_mask" not in kwargs:
             self._check_lengths(inputs.shape[1] if samples else 0)
         if inputs.dim() == 2 and self._mesh.size("data") > 1:
             at_left = self._seen_padding.at_left(kwargs, labels)
@@ -141,35 +141,62 @@ class MicroBatches:
 
     def _check_shapes(self, batch: Batch) -> None:
         """Raises ValueError for arguments of other shapes on other data ranks. Collective."""
-        given = named(batch.args, batch.kwargs)
-        shapes = {name: (*given[name].shape[1:],) for name in sorted(given)}
-        mark = zlib.crc32(repr(shapes).encode()) if batch.size else -1
+        mark = _mark_of(batch.arguments) if batch.size else -1
         if len({*self._mesh.axis("data").all_gather(torch.tensor([mark])).tolist()} - {-1}) > 1:
             raise ValueError(
-                f"batch: its arguments have other shapes on other data ranks, and on this one {shapes} beside the "
+                f"batch: its arguments have other shapes on other data ranks, and on this one "
+                f"{_shapes_of(batch.arguments)} beside the "
                 f"samples. Collators pad for each rank alone, and tokens may see padding. Legal: one length, an "
                 f"attention_mask that the model takes, or data=1"
             )
 
-    def sizes(self, labels: Tensor, *, keeps_modes: bool) -> list[int]:
+    def sizes(self, labels: Tensor, given: Mapping[str, Any], *, keeps_modes: bool) -> list[int]:
         """The number of samples of each data rank, from its `labels`; collective. Of this rank alone if no part needs
-        the others; then not collective. `keeps_modes`: modules in training stay so. Raises ValueError for a rank
-        without any, if statistics of all are read."""
-        auxiliary, told = self._parallelized.auxiliary, self._parallelized.reported_loss
-        row = [labels.shape[0], *([int(valid_labels(labels))] if auxiliary.names else [])]
-        rows, data = [row], self._mesh.axis("data")
+        the others; then not collective. `given`: the arguments of the forward by name. `keeps_modes`: modules in
+        training stay so. Raises ValueError for a rank without any, or with samples of another shape, if statistics of
+        all are read."""
+        auxiliary, data = self._parallelized.auxiliary, self._mesh.axis("data")
         reads_all = keeps_modes and any(norm.training for norm in self._seen_padding.statistics)
-        if data.size > 1 and (told or reads_all or self._config.parallel.pipeline.is_staged):
+        row = [labels.shape[0], *([int(valid_labels(labels))] if auxiliary.names else [])]
+        row += [_mark_of(given)] if reads_all else []
+        rows, told = [row], self._parallelized.reported_loss or reads_all
+        if data.size > 1 and (told or self._config.parallel.pipeline.is_staged):
             rows = data.all_gather(torch.tensor(rows)).tolist()  # on the host, which waits for no device
-        if reads_all and not all(size for size, *_ in rows):
-            raise ValueError(
-                f"batch: {[size for size, *_ in rows]} samples on the data ranks, and a batch norm reads those of all. "
-                f"Legal: at least one sample on each, such as drop_last=True leaves"
-            )
+        sizes = [int(size) for size, *_ in rows]
+        if reads_all:
+            _check_statistics(sizes, {mark for *_, mark in rows}, given)
         if auxiliary.names:
-            auxiliary.begin(samples=sum(size for size, _ in rows), labels=sum(n for _, n in rows))
-        return [int(size) for size, *_ in rows]
+            auxiliary.begin(samples=sum(sizes), labels=sum(n for _, n, *_ in rows))
+        return sizes
 
     def first_sample(self, sizes: Sequence[int]) -> int:
         """The index of this rank's first sample in the global batch; 0 without dropout, which alone needs it."""
         return sum(sizes[: self._mesh.coord("data")]) if self._parallelized.has_dropout else 0
+
+
+def _shapes_of(given: Mapping[str, Any]) -> dict[str, list[tuple[int, ...]]]:
+    """What the tensors of each argument have beside samples."""
+    return {
+        name: [(*x.shape[1:],) for x in tree_leaves(given[name]) if isinstance(x, Tensor)]
+        for name in sorted(given)
+    }
+
+
+def _mark_of(given: Mapping[str, Any]) -> int:
+    """A number that is equal where `_shapes_of` is."""
+    return zlib.crc32(repr(_shapes_of(given)).encode())
+
+
+def _check_statistics(sizes: Sequence[int], marks: Collection[int], given: Mapping[str, Any]) -> None:
+    """Raises ValueError where statistics would not be those of one process. Then a data rank has no samples, or pads
+    them to a shape of its own."""
+    if not all(sizes):
+        raise ValueError(
+            f"batch: {list(sizes)} samples on the data ranks, and a batch norm reads those of all. Legal: at least one "
+            f"sample on each, such as drop_last=True leaves"
+        )
+    if len(marks) > 1:
+        raise ValueError(
+            f"batch: its arguments have other shapes on other data ranks, and on this one {_shapes_of(given)} beside "
+            f"the samples. A batch norm reads padding, masked or not. Legal: one shape, or data=1"
+        )

@@ -22,6 +22,7 @@ from colossal_lite.checks.rank_comparison import RankComparison
 from colossal_lite.checks.scaled_loss import ScaledLoss
 from colossal_lite.config.config import Config
 from colossal_lite.data.batch import Batch, first_input
+from colossal_lite.data.batch_forms import named
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.micro_batches import MicroBatches
 from colossal_lite.engine.step_totals import OpenStep
@@ -86,7 +87,7 @@ class UserLoop:
             self._comparison.add_read((args, kwargs))
         self._comparison.add_batch({**{f"argument {n}": x for n, x in enumerate(args)}, **kwargs})
         self._micro_batches.look(args, kwargs, is_own_loop=True)
-        sizes = self._micro_batches.sizes(inputs, keeps_modes=True)
+        sizes = self._micro_batches.sizes(inputs, named(args, kwargs), keeps_modes=True)
         self._rows = len(inputs)
         self._samples = sum(sizes)
         if torch.is_grad_enabled() and self._mesh.size("data") > 1:
@@ -212,7 +213,7 @@ class UserLoop:
         self._parts.before_backward(own_loss=count is None and seed == 1.0)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
-        step.sums.add(total.detach(), 0) if count is None else step.sums.add(_of_labels(total, count), count)
+        step.sums.add(_of_labels(total.detach(), count), 0 if count is None else count)
         is_last = step.calls + 1 == self._config.gradient_accumulation
         updates = self._updates.within_backward and is_last
         if updates:
@@ -385,9 +386,11 @@ def _weight_of(inputs: Tensor, labels: Sequence[Any]) -> Tensor:
     return torch.stack(counts)
 
 
-def _of_labels(total: Tensor, count: int | Tensor) -> Tensor:
-    """A loss over so many labels. Without labels it is 0: their mean is no number, and has no gradient."""
-    return total.detach().masked_fill(torch.ones_like(total) * count == 0, 0.0)
+def _of_labels(total: Tensor, count: int | Tensor | None) -> Tensor:
+    """A loss over so many labels, without a gradient. Without labels it is 0, for their mean is NaN."""
+    if isinstance(count, Tensor):
+        return total.where(count != 0, 0.0)
+    return torch.zeros_like(total) if count == 0 else total
 
 
 def _weighted_sums(x: Tensor) -> Tensor:

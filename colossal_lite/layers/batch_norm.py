@@ -1,4 +1,4 @@
-"""Batch norm over the samples of all data ranks.
+"""Computes a batch norm over the samples of all data ranks.
 
 Note: statistics of the whole batch.
 In training each rank computes the mean of its own samples, and their squared distance from it.  One all-gather gives
@@ -49,14 +49,15 @@ class _Forward:
             found: Tensor = type(norm).forward(norm, x)
             return found
         norm._check_input_dim(x)
-        own: tuple[Tensor, ...] = _OverRanks.apply(x, norm.weight, norm.bias, self._comm, norm.eps)  # type: ignore[no-untyped-call]
-        y, mean, variance, count = own
+        given = x, norm.weight, norm.bias, self._comm, norm.eps
+        y, mean, variance, count = _OverRanks.apply(*given)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            self._count(mean, variance * (count / (count - 1)))
-        return y
+            self._add_to_running(mean, variance * (count / (count - 1)))
+        normed: Tensor = y
+        return normed
 
-    def _count(self, mean: Tensor, variance: Tensor) -> None:
-        """Add a batch to the running statistics."""
+    def _add_to_running(self, mean: Tensor, variance: Tensor) -> None:
+        """Count a batch of this mean and unbiased variance, both [C]."""
         norm = self._module
         if norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
@@ -66,13 +67,14 @@ class _Forward:
 
 
 class _OverRanks(Function):
-    """Normalises x by the mean and variance of all ranks. Gives these too, and the number of values in a channel."""
+    """Normalises x [samples, C, ...] by the mean and variance of all ranks. Weight and bias are [C] or None. Gives y in
+    the shape of x, mean and variance [C], and the number of values in a channel, 0-d."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, comm: Communicator, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wide = x.to(_wide(x.dtype))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))  # as torch's sums are
         channels, own = x.shape[1], x.numel() // x.shape[1]
         mean = _sum(wide) / max(own, 1)
         squares = _sum((wide - _beside(mean, x)).square())
@@ -105,11 +107,6 @@ class _OverRanks(Function):
         if weight is None:
             return dx.to(x.dtype), None, None, None, None
         return dx.to(x.dtype), of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Of sums, as in torch's batch norm."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _sum(x: Tensor) -> Tensor:

@@ -198,7 +198,7 @@ class SeenPadding:
     before_positions: bool = False
     """At the left, under `attention_mask` and with `position_ids`."""
     statistics: tuple[nn.Module, ...] = ()
-    """Modules in training that read all padding, masked or not: they normalise over the batch."""
+    """Modules that read all padding in training, masked or not: they normalise over the batch."""
 
     def at_left(self, kwargs: Mapping[str, Any], labels: Tensor | None) -> bool:
         """Whether tokens of a batch see padding at its left, or labels there count."""

@@ -102,7 +102,7 @@ class Whole:
     reported_numbers: int
     """Numbers about its part of a batch that each data rank sends to the others."""
     has_statistics: bool = False
-    """Of all data ranks, which then send their samples and their length too."""
+    """Of all data ranks, which then send a number for the shape of their samples too."""
 
     def packed(
         self, config: Config, layout: MeshLayout, homes: Mapping[str, tuple[int, ...]] | None = None

@@ -54,9 +54,9 @@ def record_step(
     frozen: tuple[WeightChunk, ...],
 ) -> None:  # fmt: skip
     """Record the communication of a step besides its micro-batches: batch sizes, gradients, totals, weights."""
-    for numbers in (max(whole.reported_numbers, whole.has_statistics), whole.has_statistics):
-        if numbers:
-            mesh.axis("data").all_gather(torch.empty(1, numbers, dtype=torch.int64, device=META))
+    numbers = max(whole.reported_numbers, 1) + 1 if whole.has_statistics else whole.reported_numbers
+    if numbers:
+        mesh.axis("data").all_gather(torch.empty(1, numbers, dtype=torch.int64, device=META))
     sharding = sharding_of(config)
     for part in reversed(range(config.gradient_accumulation if sharding.by_micro_batch else 1)):
         for chunk in reversed(chunks):

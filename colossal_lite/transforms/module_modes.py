@@ -14,6 +14,9 @@ from types import MethodType
 
 from torch import nn
 
+SYNCED = "_is_over_all_ranks"
+"""Marks a module whose statistics are of all data ranks."""
+
 
 def modes_of(model: nn.Module) -> dict[str, bool]:
     """Whether each module is in training, by name."""
@@ -39,10 +42,6 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 def is_set_by_hand(model: nn.Module) -> bool:
     """Whether the model is in training, and some of its modules are not."""
     return model.training and not all(module.training for module in model.modules())
-
-
-SYNCED = "_is_over_all_ranks"
-"""Marks a module whose statistics are of all data ranks."""
 
 
 def hold_evaluation(copy: nn.Module, model: nn.Module) -> None:

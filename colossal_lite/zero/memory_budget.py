@@ -20,7 +20,7 @@ Without a forecast the bytes are taken to grow with the samples and with the squ
 is the number of its values.  For this the ranks exchange the shape of every batch.  A larger budget would also take
 more state, so the refusal names one that has room for all of it.  Evaluations before the first step are measured, and
 refused afterwards.
-Cost: some milliseconds a block for the run without tensors, and one exchange of two numbers a batch.  Counting makes
+Cost: some milliseconds a block for the run without tensors, and one exchange of sizes a batch.  Counting makes
 the first step slower.
 
 A GPU's kernels allocate other buffers than a run without tensors.  So its first step is measured by the peak of torch's

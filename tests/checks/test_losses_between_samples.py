@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 import colossal_lite as cl
+from colossal_lite.checks.summed_losses import sums_samples
 from tests.shared.pool import RankEnv, run_world
 from tests.shared.refusals import told_of
 
@@ -96,6 +98,15 @@ def plain(loss_of: Callable[[Model], Tensor]) -> dict[str, Tensor]:
     return given.state_dict()
 
 
+def three(step: Callable[[], None], engine: Any) -> tuple[str, dict[str, Tensor]]:
+    """What the first step says, and the weights after three."""
+    if told := told_of(step):
+        return told, engine.full_state_dict()
+    step()
+    step()
+    return "", engine.full_state_dict()
+
+
 def trained(env: RankEnv, name: str, config: dict[str, Any], gathers: bool) -> tuple[str, dict[str, Tensor]]:
     """What the first step says, and the weights after three."""
     with env.launch(SGD | config) as context:
@@ -108,11 +119,7 @@ def trained(env: RankEnv, name: str, config: dict[str, Any], gathers: bool) -> t
             engine.backward(loss, count=3) if config.get("seed") else engine.backward(loss)
             engine.step()
 
-        told = told_of(step)
-        if not told:
-            step()
-            step()
-        return told, engine.full_state_dict()
+        return three(step, engine)
 
 
 def is_equal(state: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -360,11 +367,7 @@ def summed(env: RankEnv, name: str, how: str) -> tuple[str, dict[str, Tensor]]:
             engine.backward(env.world_size * loss if how == "ranks" else loss)
             engine.step()
 
-        told = told_of(step)
-        if not told:
-            step()
-            step()
-        return told, engine.full_state_dict()
+        return three(step, engine)
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -382,3 +385,24 @@ def test_a_sum_over_samples_is_refused_and_what_is_legal_in_its_place_is_exact(n
     ]:
         for told, state in run_world(summed, ranks, name, how):
             assert told == "" and is_equal(state, truth), how
+
+
+NO_SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a logarithm of a sum": lambda x: x.exp().sum().log(),
+    "sizes of a sum": lambda x: x.sum(0).abs().sum(),
+    "distances of a sum": lambda x: F.l1_loss(x.sum(0), torch.ones(3), reduction="sum"),
+    "squares of a sum": lambda x: x.sum(0).square().sum(),
+    "a mean": lambda x: x.square().mean(),
+    "a mean of sums": lambda x: x.square().sum(1).mean(),
+    "a part of a sum": lambda x: 0.25 * x.square().sum(),
+    "a sum over ranks' mean": lambda x: x.square().sum() / len(x),
+}
+
+
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_what_only_looks_like_a_sum_over_samples_is_none(name: str) -> None:
+    """Its multiple would be another loss than that of one process."""
+    x = torch.rand(4, 3, requires_grad=True) * 1.0
+    front = {GradientEdge(x.grad_fn, 0): 4}
+    assert not sums_samples(GradientEdge(NO_SUMS[name](x).grad_fn, 0), front)
+    assert sums_samples(GradientEdge(x.square().sum().grad_fn, 0), front)

@@ -230,8 +230,8 @@ def sent(env: RankEnv, is_frozen: bool) -> dict[str, tuple[int, int]]:
 
 def test_a_norm_sends_two_numbers_a_channel_each_way_and_one_more() -> None:
     for found, none in zip(run_world(sent, 2, False), run_world(sent, 2, True), strict=True):
-        how_many_samples = 2 * 8
-        assert found["all_gather"] == (2, 2 * 8 * (2 * CHANNELS + 1) + how_many_samples)
+        samples_and_shape = 2 * 8 * 2
+        assert found["all_gather"] == (2, 2 * 8 * (2 * CHANNELS + 1) + samples_and_shape)
         assert "all_gather" not in none
         assert found["all_reduce"] == (none["all_reduce"][0] + 1, none["all_reduce"][1] + 8 * 2 * CHANNELS)
 
@@ -313,29 +313,59 @@ class Words(nn.Module):
         return logits
 
 
-def words(env: RankEnv, lengths: list[int], masks: bool) -> tuple[float, str]:
+class Sound(nn.Module):
+    """x [B, T], or [B, T, 3] of features, to one label a sample."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(features, CHANNELS, 3)
+        self.norm, self.head = nn.BatchNorm1d(CHANNELS), nn.Linear(CHANNELS, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.inner(x[:, None] if x.dim() == 2 else x.transpose(1, 2)))
+        logits: Tensor = self.head(h.relu().mean(2))
+        return logits
+
+
+def padded(what: str, start: int, stop: int, length: int) -> tuple[nn.Module, dict[str, Tensor], Tensor]:
+    """A model, and samples of a batch that are padded to this length: arguments and labels."""
+    torch.manual_seed(0)
+    ids = (torch.arange(4 * 6).view(4, 6) % 11)[start:stop, :length]
+    if what.startswith("words"):
+        mask = dict(attention_mask=torch.ones_like(ids)) if "masked" in what else {}
+        return Words().double(), dict(input_ids=ids, **mask), ids * 7 % 11
+    x = ids.double().sin()
+    features = 3 if what == "features" else 1
+    return Sound(features).double(), dict(x=torch.stack([x] * 3, 2) if features == 3 else x), ids[:, 0]
+
+
+def of_lengths(env: RankEnv, what: str, lengths: list[int], own_loop: bool) -> tuple[float, str]:
     with env.launch(BASE) as context:
-        torch.manual_seed(0)
-        engine = cl.initialize(Words().double(), context=context)
-        ids = torch.arange(4 * 6).view(4, 6)[2 * env.rank : 2 * env.rank + 2] % 11
-        batch = dict(input_ids=ids[:, : lengths[env.rank]], labels=(ids * 7 % 11)[:, : lengths[env.rank]])
-        if masks:
-            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        model, given, labels = padded(what, 2 * env.rank, 2 * env.rank + 2, lengths[env.rank])
+        words = what.startswith("words")
+        engine = cl.initialize(model, context=context, criterion=None if words else F.cross_entropy)
         try:
-            return float(engine.train_step(batch).loss), ""
+            if own_loop:
+                logits = engine(**given)
+                loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+                engine.backward(loss)
+                return float(engine.step().loss), ""
+            return float(engine.train_step(dict(given, labels=labels)).loss), ""
         except ValueError as error:
             return 0.0, str(error)
 
 
-@pytest.mark.parametrize("masks", [False, True])
-def test_words_of_one_length_train_and_of_other_lengths_are_refused_masked_or_not(masks: bool) -> None:
-    torch.manual_seed(0)
-    ids = torch.arange(4 * 6).view(4, 6) % 11
-    truth = float(F.cross_entropy(Words().double()(ids).detach().flatten(0, 1), (ids * 7 % 11).flatten()))
-    for loss, told in run_world(words, 2, [6, 6], masks):
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("what", ["words", "words, masked", "sound", "features"])
+def test_samples_of_one_length_train_and_of_other_lengths_are_refused_masked_or_not(
+    what: str, own_loop: bool
+) -> None:
+    model, given, labels = padded(what, 0, 4, 6)
+    truth = float(F.cross_entropy(model(**given).flatten(0, -2), labels.flatten()).detach())
+    for loss, told in run_world(of_lengths, 2, what, [6, 6], own_loop):
         assert not told and loss == pytest.approx(truth, rel=1e-12)
-    for _, told in run_world(words, 2, [6, 5], masks):
-        assert "[6, 5] tokens on the data ranks" in told
+    for _, told in run_world(of_lengths, 2, what, [6, 5], own_loop):
+        assert "other shapes on other data ranks" in told and "masked or not" in told
 
 
 def rows_of(env: RankEnv) -> list[tuple[str, str, int, int]]:
