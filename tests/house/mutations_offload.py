@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tests.house.mutations_zero import SHARDED
 
 def _refilled_before_it_is_empty(original: Any, self: Any, target: Any, source: Any, **more: Any) -> Any:
     if self.name == "d2h":
-        self._thread.submit(time.sleep, 0.02)  # what is copied out is what is there by then
+        self.run(partial(time.sleep, 0.02), 0)  # what is copied out is what is there by then
     return original(self, target, source)
 
 
@@ -52,13 +53,13 @@ FAULTS_HOST: Faults = {
 
 
 def _not_down_yet(original: Any, self: Any, index: int, part: Any) -> None:
-    self._down._thread.submit(time.sleep, 0.2)
+    self._down.run(partial(time.sleep, 0.2), 0)
     original(self, index, part)
     self._came[index, part] = self._came[index, part][0], self.updates_link.run(int, 0)
 
 
 def _read_before_they_are_up(original: Any, self: Any, index: int) -> None:
-    self._up._thread.submit(time.sleep, 0.2)
+    self._up.run(partial(time.sleep, 0.2), 0)
     original(self, index)
     self._coming[index] = self.updates_link.run(int, 0)
 

@@ -8,6 +8,7 @@ import time
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def _told_at_once(
     original: Any, self: Any, target: Tensor, source: Tensor, *, then: Any = None, **more: Any
 ) -> Any:  # fmt: skip
     if then is not None:
-        self._thread.submit(time.sleep, 0.15)
+        self.run(partial(time.sleep, 0.15), 0)
         then()
     return original(self, target, source, **more)
 

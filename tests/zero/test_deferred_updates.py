@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -320,7 +321,7 @@ def test_our_gpt_is_defined_in_the_order_of_its_use() -> None:
 def _back_when_it_has_set_out(
     original: Any, self: Any, index: int, target: Any, *after: Any, **more: Any
 ) -> Any:
-    self.down._thread.submit(time.sleep, 0.2)  # longer than a busy machine takes to fetch it again
+    self.down.run(partial(time.sleep, 0.2), 0)  # longer than a busy machine takes to fetch it again
     original(self, index, target, *after, **more)
     return self.up.run(int, 0)
 
