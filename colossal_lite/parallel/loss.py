@@ -141,9 +141,11 @@ class Loss:
                 raise
         logits, labels = part.without_padding(logits), part.without_padding(part.labels)
         valid = int(valid_labels(labels))
-        if valid == 0:
+        if labels.numel() == 0:
             return logits.sum() * 0.0, 0
         whole = strategy.whole_vocabulary(logits)
+        if valid == 0 and not self.criterion.counts(whole, labels):
+            return logits.sum() * 0.0, 0
         return self.criterion.run(
             whole, labels, valid, is_cut=self.is_cut, cuts_tokens=part.positions is not None
         )

@@ -86,6 +86,12 @@ class OwnCriterion:
             )
         return total, count
 
+    def counts(self, whole: Tensor, labels: Tensor) -> bool:
+        """Whether the criterion gives a count of its own for a part whose labels are all -100. A mean counts nothing
+        there, and neither does a criterion that raises."""
+        given = self._of_half(whole.detach().clone(), labels.clone())  # it may write in them
+        return given is not None and float(given.count) != 0
+
     def _judge(self, given: CriterionResult, *, cuts_tokens: bool) -> None:
         self._refuse_other_sums(given)
         if cuts_tokens and (halves := _halves(given.logits, given.labels, 1)):
@@ -254,12 +260,24 @@ class CriterionResult:
 def _weighed(result: Any, valid: int) -> tuple[Tensor, Tensor | int | float]:
     """The sum and count of a criterion's `result`, for so many valid labels. Raises ValueError for other results."""
     if isinstance(result, tuple) and len(result) == 2:
-        return result
+        total, count = result
+        if isinstance(total, Tensor) and total.dim() == 0 and _is_number(count):
+            return total, count
     if isinstance(result, Tensor) and result.dim() == 0:
         return result.to(torch.promote_types(result.dtype, torch.float32)) * valid, valid
+    given = [result, *result] if isinstance(result, tuple) else [result]
+    told = ", ".join(_kind(each) for each in given)
     raise ValueError(
-        f"criterion returned {type(result).__name__}; legal: a tuple (sum, count), or a 0-d tensor that is a mean"
+        f"criterion returned {told}; legal: a tuple (sum, count), of a number each, or a 0-d tensor that is a mean"
     )
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) or (isinstance(x, Tensor) and x.numel() == 1)
+
+
+def _kind(x: Any) -> str:
+    return f"Tensor {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _half_right(whole: Tensor, labels: Tensor, dim: int) -> Tensor | None:

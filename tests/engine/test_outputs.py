@@ -203,6 +203,49 @@ def test_a_criterion_whose_parts_do_not_add_up_is_refused_where_a_batch_is_cut(
         vectors_with(criterion, LABELS, gradient_accumulation=micro_batches)
 
 
+def of_samples(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """A mean over samples, also those without a label."""
+    return F.cross_entropy(logits, labels, reduction="sum"), len(labels)
+
+
+def of_squares(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """Reads logits without a label too, and writes in them."""
+    return logits.mul_(2.0).square().sum(), logits.numel()
+
+
+def of_any(logits: Tensor, labels: Tensor) -> Tensor:
+    if not (labels >= 0).any():
+        raise IndexError("no labels")
+    return F.cross_entropy(logits, labels)
+
+
+@pytest.mark.parametrize("criterion", [of_samples, of_squares, of_any, F.cross_entropy])
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_a_part_without_labels_has_the_count_that_its_criterion_gives(criterion: Any, parts: int) -> None:
+    labels = torch.tensor([0, 1, 2, -100, -100, -100, -100, -100])
+    whole = vectors_with(criterion, labels)
+    assert vectors_with(criterion, labels, gradient_accumulation=parts) == pytest.approx(whole, rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (lambda loss, logits: (loss, logits), r"tuple, Tensor \(\), Tensor \(8, 4\)"),
+        (lambda loss, logits: (loss, dict(accuracy=0.5)), r"tuple, Tensor \(\), dict"),
+        (lambda loss, logits: (float(loss.detach()), 8), "tuple, float, int"),
+        (lambda loss, logits: (loss[None], 8), r"tuple, Tensor \(1,\), int"),
+        (lambda loss, logits: (loss, 1, 2), r"tuple, Tensor \(\), int, int"),
+        (lambda loss, logits: dict(loss=loss), "dict"),
+        (lambda loss, logits: loss[None], r"Tensor \(1,\)"),
+    ],
+)
+def test_a_result_that_is_no_sum_and_count_is_refused_by_its_types(given: Any, told: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"criterion returned {told}; legal: a tuple \\(sum, count\\), of a number"
+    ):
+        vectors_with(lambda logits, labels: given(F.cross_entropy(logits, labels), logits), LABELS)
+
+
 def half_as_it_is(logits: Tensor, labels: Tensor) -> Tensor:
     """Computed in 16 bits, returned in 32."""
     return F.cross_entropy(logits, labels).float()
