@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -64,8 +65,9 @@ class ForwardGates:
             needed = tuple(dict.fromkeys(chunk_of[name] for name in own if name in chunk_of))
             if needed:
                 self._handles += self._gates(owner, needed)
-            self._handles.append(owner.register_state_dict_pre_hook(self._before_state_dict))
-            self._handles.append(owner.register_load_state_dict_pre_hook(lambda *_: self._before_load()))
+            if own or owner is module or _has_state(owner):  # one activation may be in other models too
+                self._handles.append(owner.register_state_dict_pre_hook(self._before_state_dict))
+                self._handles.append(owner.register_load_state_dict_pre_hook(lambda *_: self._before_load()))
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ValueError(
@@ -272,3 +274,8 @@ class ForwardGates:
             if chunk.is_gathering:
                 with without_modes():
                     chunk.finish_gather()
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Whether a module, with all within it, has a parameter or a buffer."""
+    return any(True for _ in chain(module.parameters(), module.buffers()))

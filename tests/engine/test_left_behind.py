@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -83,3 +85,40 @@ def test_a_model_can_be_trained_by_ones_own_loop_and_by_another_engine_afterward
 def test_nothing_is_left_on_the_models_of_two_ranks() -> None:
     for found, _, again, uses_cache in run_world(left, 2, dict(activation_checkpoint="full"), False):
         assert not found and uses_cache and len(again) == 2
+
+
+GELU = nn.GELU()
+"""One module of many models, as tables of activations have it."""
+
+
+def with_shared() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), GELU, nn.Linear(8, 3)).double()
+
+
+def beside(env: RankEnv, stage: int) -> tuple[bool, bool, list[float]]:
+    """Another model with a module of the trained one: its state and that of a copy, and the loss of an engine of it."""
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), zero=dict(stage=stage), timeout_s=60)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    labels, losses = torch.tensor([0, 1, 2, 0]), []
+    with env.launch(config) as context:
+        engine, other = cl.initialize(with_shared(), context=context), with_shared()
+        engine.train_step(context.local_batch((x, labels)))
+        state = other.state_dict()
+        other.load_state_dict(state)
+        made = copy.deepcopy(other).state_dict()
+        with pytest.raises(ValueError, match="model.state_dict") if stage == 3 else nullcontext():
+            engine.model.state_dict()
+    with env.launch(config | dict(zero=dict(stage=0))) as context:
+        engine = cl.initialize(other, context=context)
+        losses = [float(engine.train_step(context.local_batch((x, labels))).loss) for _ in range(2)]
+    given = with_shared().state_dict()
+    same = [all(torch.equal(given[n], found[n]) for n in given) for found in (state, made)]
+    return same[0], same[1], losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_that_shares_a_module_without_weights_keeps_its_own_state(stage: int) -> None:
+    found = run_world(beside, 2, stage)
+    assert found[0] == found[1]
+    assert found[0][:2] == (True, True)
