@@ -62,7 +62,10 @@ class Doctor:
         if self.json:
             print("\n".join(json.dumps(asdict(row)) for row in rows))
         else:
-            Console().print(doctor.table(rows))
+            console = Console()
+            with console.capture() as drawn:  # rich would end the process where the reader has enough
+                console.print(doctor.table(rows))
+            print(drawn.get(), end="")
         return 1 if any(row.status == "fault" for row in rows) else 0
 
 

@@ -68,6 +68,7 @@ from colossal_lite.checkpoint.writer import LineOfDescent, SaveJob
 from colossal_lite.config.renamed import renamed
 from colossal_lite.distributed.key_value_store import KeyValueStore
 from colossal_lite.memory.transfers import to_host
+from colossal_lite.observe.printed_lines import tell
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
 SLICE_BYTES = 16 * 2**20
@@ -282,7 +283,7 @@ class Checkpointer:
             if choice["name"] is None:
                 if missing_ok and not skipped:
                     if self._rank == 0:
-                        print(_starts_at_0(directory), flush=True)
+                        tell(_starts_at_0(directory))
                     return None
                 raise CheckpointError("\n  ".join([f"load: no whole checkpoint in {directory}", *skipped]))
             path = directory / choice["name"]

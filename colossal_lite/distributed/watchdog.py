@@ -50,6 +50,7 @@ from typing import Any
 from colossal_lite.distributed.key_value_store import LimitedStore, NoAnswerError, SharedStore
 from colossal_lite.distributed.presence import ProcessCard
 from colossal_lite.distributed.progress import KEPT, LEFT, Progress
+from colossal_lite.observe.printed_lines import tell
 
 LOOK_S = 0.25
 ANSWER_S = 1.5
@@ -438,7 +439,7 @@ class Watchdog:
 
 def say(line: str) -> None:
     """Print a line for people at once, whatever follows."""
-    print(line, file=sys.stderr, flush=True)
+    tell(line, sys.stderr)
 
 
 def _first_line(error: BaseException) -> str:

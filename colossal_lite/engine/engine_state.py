@@ -36,6 +36,7 @@ from colossal_lite.engine.update_timing import spoilt
 from colossal_lite.memory.disk_file import DiskError
 from colossal_lite.memory.frozen_records import FrozenError
 from colossal_lite.memory.task_records import ParkedState
+from colossal_lite.observe.printed_lines import tell
 
 MIXED = "a load failed halfway, or a step has spoilt them: the weights are a mix; load a checkpoint first"
 
@@ -50,7 +51,7 @@ def _saves_failed(head: str, checkpoints: Checkpointer, context: Context, step: 
     last = checkpoints.last_saved
     text = f"{head}: {checkpoints.failure}; last saved: {last[1] if last else 'nothing'}"
     if context.is_main:
-        print(text, file=sys.stderr, flush=True)
+        tell(text, sys.stderr)
     return Stopped(text, code=SAVES_FAILED, step=step.number, checkpoint=last[1] if last else None)
 
 

@@ -59,6 +59,7 @@ from colossal_lite.numerics.optimizers import assign_groups, check_whole_tensors
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
 from colossal_lite.numerics.torch_modes import outside_inference
+from colossal_lite.observe.printed_lines import tell
 from colossal_lite.parallel.copy_batches import few_of_rank_0, is_more_than_words
 from colossal_lite.parallel.forward_history import RepeatedForwards
 from colossal_lite.parallel.loss import Criterion, Loss, checked, reader_of
@@ -387,7 +388,7 @@ def _swap_layers(
         example=example,
     )
     if plan == "auto" and parallelized.plan and context.is_main and type(module) is not GPT:
-        print(f"plan='auto' is {dict(parallelized.plan)}", file=sys.stderr)
+        tell(f"plan='auto' is {dict(parallelized.plan)}", sys.stderr)
     apply_activation_checkpoint(module, config.activation_checkpoint, streams)
     if config.compile == "block":
         compile_blocks(blocks_of(module), context.device)

@@ -37,6 +37,7 @@ from colossal_lite.engine.stopping import SAVES_FAILED, Stopped
 from colossal_lite.numerics.lr_schedules import told_of_end
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.observe.flops import device_peak_flops
+from colossal_lite.observe.printed_lines import tell
 from colossal_lite.observe.report import REPORT
 from colossal_lite.observe.run_log import RankLog, RunLog, Scale
 from colossal_lite.observe.sinks import run_sinks
@@ -288,7 +289,7 @@ class Run:
             aside = next(path for path in names if not path.exists())
             if not refused:
                 self.checkpoints.rename(aside)
-                print(f"fresh: earlier checkpoints are in {aside}", flush=True)
+                tell(f"fresh: earlier checkpoints are in {aside}")
         if refused := self.context.mesh.world.gather_json(refused)[0]:
             raise ValueError(f"fresh: {refused}; legal: another directory")
 
@@ -312,7 +313,7 @@ class Run:
         before = loaded.manifest.extra
         if self.context.is_main:
             changed = changes(before.get("facts", {}), self._extra["facts"])
-            print(loaded, *(f"  {change}" for change in changed), sep="\n", flush=True)
+            tell("\n".join([str(loaded), *(f"  {change}" for change in changed)]))
         data: Mapping[str, Any] = before.get("data", {})
         return data
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from colossal_lite.checkpoint.manifest import CheckpointError
 from colossal_lite.data.worker_signals import begin_worker
+from colossal_lite.observe.printed_lines import tell
 
 STOPPED, NOT_SAVED, SAVES_FAILED = 0, 3, 4
 STOP_SIGNALS = tuple(
@@ -127,7 +128,7 @@ def worker_died(
         f"loader too and shields its workers, or forked workers"
     )
     if speaks:
-        print(text, flush=True)
+        tell(text)
     return Stopped(text, code=NOT_SAVED, step=step)
 
 
@@ -170,5 +171,5 @@ class StopPoint:
                 why = str(error)
         text = f"{head}: NOT SAVED: {why}" if path is None else f"{head}: saved {path}"
         if self.speaks:
-            print(text, flush=True)
+            tell(text)
         return Stopped(text, code=NOT_SAVED if path is None else STOPPED, step=step, checkpoint=path)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from colossal_lite.many.coordinator import Coordinator
 from colossal_lite.many.results import number
+from colossal_lite.observe.printed_lines import tell
 
 REFRESH_S = 0.5
 
@@ -47,7 +48,7 @@ class LiveTable:
                 loss = "" if state.loss is None else f", loss {number(state.loss)}"
                 held_out = "" if state.held_out is None else f", held out {number(state.held_out)}"
                 cause = f": {state.cause}" if state.cause else ""
-                self._console.print(f"{name}: {state.status} at step {state.step:,}{loss}{held_out}{cause}")
+                tell(f"{name}: {state.status} at step {state.step:,}{loss}{held_out}{cause}")
 
     def _table(self) -> Table:
         table = Table("task", "status", "step", "loss", "device", "waited")

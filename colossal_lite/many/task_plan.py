@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from colossal_lite.config.config import Config
 from colossal_lite.many.task import Task, makes_data
 from colossal_lite.numerics.generators import generators_kept, seed_from
+from colossal_lite.observe.printed_lines import tell
 from colossal_lite.planner.dry_run import ValuesError
 from colossal_lite.planner.planner import plan
 from colossal_lite.planner.run_plan import RunPlan
@@ -37,7 +38,7 @@ def settings_of(task: Task, shared: Mapping[str, Any], data: Any) -> Config:
     found = spill(config, task.build, batch=task.global_batch, sequence=tokens)
     if len(found.ways) > 1:
         taken = "* is taken" if found.chosen else "none fits"
-        print(f"{task.name}: ways to train within memory.device_budget; {taken}\n{found}", flush=True)
+        tell(f"{task.name}: ways to train within memory.device_budget; {taken}\n{found}")
     return Config.load(config, found.options)
 
 

@@ -34,6 +34,7 @@ from colossal_lite.many.results import TASKS, ManyResult, read_result, write_res
 from colossal_lite.many.task import Halving, Task, check
 from colossal_lite.many.worker import Launch, Order
 from colossal_lite.memory.frozen_records import FrozenHandle, FrozenRecords
+from colossal_lite.observe.printed_lines import tell
 
 SWEEP = "sweep.json"
 
@@ -234,6 +235,6 @@ def _ended(context: Context, directory: Path, fault_from: BaseException | None) 
     if signal:
         text = f"stopped by {signal}: every open task is saved in {directory}; resume=True goes on"
         if context.is_main:
-            print(text, flush=True)
+            tell(text)
         raise Stopped(text, code=STOPPED, step=0)
     return read_result(directory)

@@ -31,6 +31,7 @@ from rich.progress import Progress, TextColumn
 from torch import Tensor
 
 from colossal_lite.observe.dropped_rows import DroppedRows, JsonLines, RankFile
+from colossal_lite.observe.printed_lines import RunConsole, tell
 from colossal_lite.observe.report import REPORT, write_report
 from colossal_lite.observe.sinks import Sink
 from colossal_lite.observe.timeline import LogTimeline, memory_bytes
@@ -185,7 +186,7 @@ class RunLog:
         self.total_steps = total_steps
         """The last step of the run; None: not known yet."""
         self._folder, self._scale, self._device, self._clock = folder, scale, device, clock
-        self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._console = console or RunConsole(file=sys.stdout, highlight=False, soft_wrap=True)
         self._files: dict[type, JsonLines] = {}
         self.dropped = DroppedRows(self.say)
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)
@@ -324,7 +325,7 @@ class RankLog:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._rank = rank
-        self.dropped = DroppedRows(lambda text: print(f"rank {rank}: {text}", file=sys.stderr))
+        self.dropped = DroppedRows(lambda text: tell(f"rank {rank}: {text}", sys.stderr))
         self._handler = RankFile(folder / f"rank-{rank:05}.log", self.dropped)
         self._handler.setFormatter(
             logging.Formatter(f"%(asctime)s rank {rank} %(name)s %(levelname)s: %(message)s")
@@ -351,7 +352,7 @@ class RankLog:
         self._logger.removeHandler(self._handler)
         self._handler.close()
         if self.dropped.count:
-            print(f"rank {self._rank}: {self.dropped.summary()}", file=sys.stderr)
+            tell(f"rank {self._rank}: {self.dropped.summary()}", sys.stderr)
 
     def _show(self, message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
         logging.getLogger("colossal_lite").warning("%s: %s", category.__name__, message)

@@ -28,6 +28,7 @@ from colossal_lite.config.memory_schema import RatesConfig, UpdateOn
 from colossal_lite.config.rates_file import RatesFile, default_file, read_rates
 from colossal_lite.kernels import Ops
 from colossal_lite.memory.copy_streams import LinkSpeed, LinkSpeeds
+from colossal_lite.observe.printed_lines import tell
 from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix, mix_of
 from colossal_lite.schedule.update_rates import (
     Computing,
@@ -132,7 +133,7 @@ class UpdateChoice:
     def tell(self, rank: int) -> None:
         """Print the notices so far, on rank 0."""
         for line in self.notices if rank == 0 else ():
-            print(line, file=sys.stderr)
+            tell(line, sys.stderr)
         self.notices.clear()
 
     def _read(self, path: Path) -> RatesFile:

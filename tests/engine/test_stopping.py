@@ -271,6 +271,21 @@ def test_under_torchrun_a_signal_to_its_agent_ends_all_ranks_with_0_and_one_line
     assert time.monotonic() - began < 20, "the agent kills after 30 s"
 
 
+def test_a_stop_saves_and_ends_with_0_where_the_reader_of_its_output_has_ended_first(tmp_path: Path) -> None:
+    """As Ctrl-C does beside `| tee`: the terminal sends it to all programs of the line."""
+    process = start(tmp_path)
+    wait_for_step(process, tmp_path, 1)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    errors = process.stderr.read()
+    (path,) = listed(tmp_path / "checkpoints")
+    assert (process.wait(60), errors) == (
+        0,
+        f"stopped by SIGINT after step {inspect(path).step}: saved {path}\n",
+    )
+
+
 @pytest.mark.parametrize("how", ["", "save in flight"])
 def test_the_second_sigint_ends_at_once(how: str, tmp_path: Path) -> None:
     process = start(tmp_path, pause_s=60, how=how)

@@ -319,7 +319,7 @@ def test_a_reader_that_has_enough_ends_the_command_without_a_message() -> None:
     assert (ended.returncode, ended.stderr) == (cli.PIPE_CLOSED, "")
 
 
-ANSWERS = (["--help"], ["--version"], ["plan", "--help"], ["config", "options"])
+ANSWERS = (["--help"], ["--version"], ["plan", "--help"], ["config", "options"], ["doctor"])
 
 
 def ended_with(arguments: list[str], redirection: str) -> tuple[int, str]:

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+import os
 import resource
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from colossal_lite.observe.dropped_rows import JsonLines
 from colossal_lite.observe.flops import peak_flops
+from colossal_lite.observe.printed_lines import tell
 from colossal_lite.observe.run_log import (
     RankLog,
     RunLog,
@@ -422,6 +424,31 @@ def test_a_full_disk_drops_rows_that_are_counted_and_told_and_ends_nothing(
     count = int(said.split(" rows were dropped: ")[0].split()[-1])
     assert count > 25 + 25 - len(found), "rows of the sink, of metrics, of timing"
     assert "rank 1: log: " in (told := capsys.readouterr().err) and " rows were dropped: " in told
+
+
+def test_a_run_goes_on_where_nobody_reads_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with os.fdopen(theirs, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with RunLog(tmp_path, scale=SCALE, device=CPU, total_steps=3) as log:
+            for step in range(1, 4):
+                log.step(Result(step, torch.tensor(1.0)), sent_bytes=0)
+        print("a line of the script itself", flush=True)
+    assert len(rows(tmp_path / "metrics.jsonl")) == 3
+
+
+@pytest.mark.parametrize("name", ["full", "closed"])
+def test_a_line_that_standard_output_does_not_take_goes_to_standard_error(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Refuses(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError if name == "closed" else OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Refuses())
+    tell("saved")
+    assert capsys.readouterr().err == "saved\n"
 
 
 def test_a_folder_that_cannot_be_made_drops_rows_too(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""Prints lines of a run: a reader that is gone, or a full disk, ends no run.
+
+Note: Ctrl-C beside `| tee`.
+A terminal sends it to all programs of the line.  So the reader of the pipe ends first, and the run must still save.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+from rich.console import Console
+
+
+def tell(text: str, file: TextIO | None = None) -> None:
+    """Print a line: into `file`, or on standard output. What that does not take goes to standard error, or is lost."""
+    stream = file or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+        return
+    except BrokenPipeError:
+        drop_output(stream)
+    except OSError:  # a full disk
+        pass
+    if stream is not sys.stderr:
+        tell(text, sys.stderr)
+
+
+def drop_output(stream: TextIO) -> None:
+    """Let this and all later output go nowhere: nobody reads it. Else Python fails once more at its end."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+    except OSError:  # a stream without a descriptor
+        pass
+
+
+class RunConsole(Console):
+    """A console that drops its lines where nobody reads them. Rich's own ends the process there, with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        drop_output(sys.stdout)
