@@ -14,7 +14,7 @@ from rich.console import Console
 
 
 def tell(text: str, file: TextIO | None = None) -> None:
-    """Print a line: into `file`, or on standard output. What that does not take goes to standard error, or is lost."""
+    """Print a line: into `file`, or on standard output. A line that it refuses goes to standard error, or is lost."""
     stream = file or sys.stdout
     try:
         print(text, file=stream, flush=True)
@@ -28,7 +28,7 @@ def tell(text: str, file: TextIO | None = None) -> None:
 
 
 def drop_output(stream: TextIO) -> None:
-    """Let this and all later output go nowhere: nobody reads it. Else Python fails once more at its end."""
+    """Let this and all later output go nowhere: its reader is gone. Else Python fails once more at its end."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -38,7 +38,7 @@ def drop_output(stream: TextIO) -> None:
 
 
 class RunConsole(Console):
-    """A console that drops its lines where nobody reads them. Rich's own ends the process there, with code 1."""
+    """A console that drops its lines where their reader is gone. Rich's own ends the process there, with code 1."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -426,7 +426,9 @@ def test_a_full_disk_drops_rows_that_are_counted_and_told_and_ends_nothing(
     assert "rank 1: log: " in (told := capsys.readouterr().err) and " rows were dropped: " in told
 
 
-def test_a_run_goes_on_where_nobody_reads_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_where_the_reader_of_its_lines_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
     with os.fdopen(theirs, "w") as closed:
