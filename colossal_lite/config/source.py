@@ -110,9 +110,9 @@ def _from_python(path: Path, chosen: str) -> Mapping[Any, Any]:
         return settings
     wanted = chosen or "config"
     if wanted not in names:
-        raise _unreadable(
-            f"{path}:{wanted}", "is not defined there", ", ".join(names), nearest(wanted, names)
-        )
+        dicts = [name for name, value in names.items() if isinstance(value, Mapping)]
+        legal = ", ".join(dicts) or "a dict, or a function that returns one"
+        raise _unreadable(f"{path}:{wanted}", "is not defined there", legal, nearest(wanted, dicts))
     value = names[wanted]() if callable(names[wanted]) else names[wanted]
     if not isinstance(value, Mapping):
         raise _unreadable(

@@ -334,6 +334,7 @@ def test_files_of_every_kind_give_the_same_configuration(tmp_path: Path, name: s
         ("a.py", "import colossalai\n", "ModuleNotFoundError in line 1: No module named 'colossalai'"),
         ("a.py", "config = 3", "is a int; legal: a dict"),
         ("a.py:tiny", "tinny = dict()", "is not defined there; legal: tinny; did you mean tinny?"),
+        ("a.py:tinyy", "import math\ntiny = dict()\ndef tinx(): 1\n", "legal: tiny; did you mean tiny?"),
         ("a.py", "import math\n", "defines no config and no setting; legal: a dict named config"),
         ("a.py", "def tiny():\n    return {}\n", "legal: a dict named config, "),
         ("a.json", '{"seed": 1,}', "JSONDecodeError in line 1"),
