@@ -31,6 +31,10 @@ def draw(
     if not isfinite(latency_s) or latency_s < 0:
         raise ValueError(f"latency {latency_s:g}: give finite seconds >= 0")
     plan = generate(name, stages, micro_batches, stages_per_rank)
+    if not isfinite(4.0 * (sum(cost) + latency_s) * micro_batches * stages):
+        raise ValueError(
+            f"cost {max(cost):g}, latency {latency_s:g}: all parts take no finite time; legal: less"
+        )
     stages_per_rank = len(plan.placement()) // stages
     f, i, w = (seconds / stages_per_rank for seconds in cost)
     costs = StageCosts.uniform(stages * stages_per_rank, f, i, w)

@@ -142,6 +142,10 @@ def test_what_is_not_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]
         (["doctor", "--jsn"], "unknown: --jsn"),
         (["schedule", "--stages", "0", "--micro-batches", "3", "--name", "gpipe"], "0"),
         (
+            "schedule --stages 2 --micro-batches 3 --name gpipe --cost 1e308 1e308 1e308".split(),
+            "cost 1e+308, latency 0: all parts take no finite time",
+        ),
+        (
             ["schedule", "--stages", "2", "--micro-batches", "3", "--name", "1f1b", "--stages-per-rank", "2"],
             "stages_per_rank=2",
         ),
