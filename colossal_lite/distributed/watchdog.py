@@ -33,6 +33,7 @@ and the numbers are wrong.  So each rank also folds all collectives of a group i
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -148,9 +149,11 @@ class Watchdog:
         )
         if self._thread:
             self._thread.start()
+            atexit.register(self.close)  # a thread in the store's code aborts a process that ends around it
 
     def close(self) -> None:
         """End the thread. If it does not end within `END_S`, abandon it with a warning."""
+        atexit.unregister(self.close)
         self._end.set()
         self._wake.set()
         if self._thread:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -315,3 +317,34 @@ def keep(env: RankEnv) -> list[bool]:
 def test_a_watch_keeps_no_tensor_of_the_main_thread_alive() -> None:
     for gone in run_world(keep, 2):
         assert all(gone)
+
+
+LEFT_OPEN = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from colossal_lite.distributed import watchdog
+
+class AnswersLate(dist.PrefixStore):
+    def check(self, keys):
+        try:
+            self.wait(["never"], timedelta(milliseconds=100))
+        except RuntimeError:
+            return False
+
+class Slow:
+    sleep = staticmethod(time.sleep)
+    def __del__(self):
+        self.sleep(0.5)
+
+watchdog.LOOK_S = 0.0
+ends_slowly = Slow()
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+watch = watchdog.Watchdog(AnswersLate("", store), 0, 2)
+time.sleep(0.5)
+"""
+
+
+def test_a_script_that_leaves_its_context_open_ends_with_0_while_its_watch_asks() -> None:
+    """A thread that comes back from the store's code while Python ends would abort the process."""
+    subprocess.run([sys.executable, "-c", LEFT_OPEN], check=True, timeout=60)
