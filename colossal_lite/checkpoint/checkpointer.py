@@ -20,6 +20,7 @@ Files are safetensors, readable by its own library; nothing is pickled, nothing 
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import threading
 import time
@@ -217,15 +218,18 @@ class Checkpointer:
             rank=self._rank,
             timeout_s=self._timeout_s,
         )
-        if not asynchronous:
-            try:
-                saving.wait()
-            finally:
-                self.settle()
+        if asynchronous:
+            atexit.register(self.settle)  # a script that ends with its context open
+            return saving
+        try:
+            saving.wait()
+        finally:
+            self.settle()
         return saving
 
     def settle(self) -> None:
         """Wait for the save in flight and count its outcome. A failure that was not raised yet becomes a warning."""
+        atexit.unregister(self.settle)
         last, self._last = self._last, None
         if last is None:
             return

@@ -6,6 +6,8 @@ import json
 import math
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -709,3 +711,26 @@ def test_a_folder_without_a_checkpoint_is_told_with_its_like_and_a_file_is_refus
     assert all(
         "model.pt is no folder; legal: a folder of checkpoints" in f.summary for f in caught.value.failures
     )
+
+
+LEFT_OPEN = """
+import sys, time
+import torch
+import colossal_lite as cl
+from colossal_lite.checkpoint.writer import SaveJob
+
+write = SaveJob._write
+SaveJob._write = lambda *given: time.sleep(0.5) or write(*given)
+config = dict(checkpoint=dict(asynchronous=True), optimizer=dict(type="sgd", lr=0.1), precision="fp32")
+context = cl.launch(config)
+engine = cl.initialize(torch.nn.Linear(4, 2), criterion=torch.nn.functional.cross_entropy, context=context)
+engine.train_step((torch.ones(2, 4), torch.tensor([0, 1])))
+engine.save(sys.argv[1])
+"""
+
+
+def test_a_save_beside_training_is_whole_where_the_script_ends_with_its_context_open(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LEFT_OPEN)
+    subprocess.run([sys.executable, str(script), str(tmp_path / "out")], check=True, timeout=120)
+    assert [path.name for path in listed(tmp_path / "out")] == ["step-00000001"]
