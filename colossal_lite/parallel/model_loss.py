@@ -148,7 +148,8 @@ def _argument(model: nn.Module) -> str:
         return rest[0]
     raise ModelLossError(
         f"criterion='model': {type(model).__name__}.forward{signature(model.forward)} has no argument for labels; "
-        f"legal: one named {', '.join(NAMES[:2])}, as in forward(idx, targets=None)"
+        f"legal: one named {', '.join(NAMES[:2])}, as in forward(idx, targets=None). "
+        f"Or, on data ranks, a loop of engine.backward(engine(**batch).loss) and engine.step()"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import colossal_lite as cl
@@ -245,3 +246,39 @@ def test_batches_keep_their_named_tuples_and_lists() -> None:
     assert sorted(n for labels, _ in ranks for n in labels) == [0, 1, 2, 3]
     assert sorted(w for _, words in ranks for w in words) == ["0", "1", "2", "3"]
     assert all(type(words) is list for _, words in ranks)
+
+
+def answering() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model whose loss reads other names than labels, and a batch of it."""
+    sizes = dict(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = transformers.BertForQuestionAnswering(config).double()
+    starts, ends = torch.tensor([1, 4, 0, 2]), torch.tensor([3, 5, 0, 7])
+    return model, dict(input_ids=torch.randint(50, (4, 8)), start_positions=starts, end_positions=ends)
+
+
+def answers(env: RankEnv, stage: int) -> dict[str, Tensor]:
+    model, batch = answering()
+    with env.launch(CONFIG | dict(zero=dict(stage=stage))) as context:
+        engine = cl.initialize(model, context=context)
+        mine = dict(zip(batch, context.local_batch([*batch.values()]), strict=True))
+        for _ in range(STEPS):
+            engine.backward(engine(**mine).loss)
+            engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_whose_loss_reads_other_names_than_labels_trains_in_a_loop(stage: int) -> None:
+    model, batch = answering()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    for state in run_world(answers, 2, stage):
+        for name, value in model.named_parameters():
+            assert torch.allclose(state[name], value, rtol=1e-11, atol=1e-13), name
