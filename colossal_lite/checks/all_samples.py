@@ -47,6 +47,7 @@ class AllSamples:
         self._comm = comm
         self._weight = float(comm.size)
         self._key = f"outputs of {id(self)}"  # among the metadata of nodes
+        self._number = f"number of {id(self)}"
         self._step = 1
         self._known = set[int]()  # hashes of the operations of losses that were looked at
 
@@ -64,10 +65,13 @@ class AllSamples:
         return join(weighed, self._comm, 0)
 
     def note(self, outputs: Sequence[Tensor], rows: int) -> None:
-        """Mark those `outputs` of a forward that have a row for each of its samples. Then `fault` finds them."""
+        """Mark those `outputs` of a forward that have a row for each of its samples. Then `fault` finds them. So for
+        numbers, such as a loss that the forward gives."""
         for x in outputs:
             node: Any = x.grad_fn
-            if node is not None and x.dim() and len(x) == rows:
+            if node is not None and not x.dim():
+                node.metadata[self._number] = True
+            elif node is not None and len(x) == rows:
                 node.metadata.setdefault(self._key, {})[x.output_nr] = rows
 
     def next_step(self) -> None:
@@ -84,10 +88,13 @@ class AllSamples:
         is_cut = self._comm.size > 1
         if not loss.requires_grad or (own_loss and not is_cut):
             return None
-        front, operations = self._front(loss, forwards)
+        _, operations = self._front(loss, forwards)
         is_known = operations in self._known
         self._known.add(operations)
-        if (is_known and self._step & (self._step - 1)) or not front or self._runs_the_model(front):
+        if is_known and self._step & (self._step - 1):
+            return None
+        front, _ = self._front(loss, forwards, enters=True)
+        if not front or self._runs_the_model(front):
             return None
         outputs = [edge for edge, rows in front.items() if rows > 1]
         with self._aside():
@@ -111,20 +118,25 @@ class AllSamples:
             self._weight = float(self._comm.size)
 
     def _front(
-        self, loss: Tensor, forwards: Sequence[tuple[int, int]]
+        self, loss: Tensor, forwards: Sequence[tuple[int, int]], *, enters: bool = False
     ) -> tuple[dict[GradientEdge, int], int]:
-        """The outputs that `loss` reads, with their rows, and a hash of the operations between."""
+        """The outputs that `loss` reads, with their rows, and a hash of the operations between. `enters`: those too
+        from which a forward has computed a number that it gives."""
         found, names = dict[GradientEdge, int](), list[str]()
-        edges, seen = [_edge_of(loss)], set[Any]()
+        edges, seen = [(_edge_of(loss), False)], set[tuple[Any, bool]]()
         while edges:
-            edge = edges.pop()
+            edge, is_within = edges.pop()
             node: Any = edge.node
             if (rows := node.metadata.get(self._key, {}).get(edge.output_nr)) is not None:
                 found[edge] = rows
-            elif node not in seen and not any(a <= node._sequence_nr() < b for a, b in forwards):
-                seen.add(node)
+                continue
+            is_within = is_within or (enters and self._number in node.metadata)
+            if (node, is_within) in seen:
+                continue
+            if is_within or not any(a <= node._sequence_nr() < b for a, b in forwards):
+                seen.add((node, is_within))
                 names.append(node.name())
-                edges += _before(node)
+                edges += [(before, is_within) for before in _before(node)]
         return found, hash(tuple(names))
 
     def _runs_the_model(self, front: Collection[GradientEdge]) -> bool:

@@ -11,6 +11,7 @@ each time that it is written to.
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,6 +106,9 @@ class RankComparison:
     _batches: list[dict[str, _Seen]] = field(default_factory=list)
     _reads: list[BatchRead] = field(default_factory=list)
     _weights: list[Tensor] = field(default_factory=list)
+    _means: list[Tensor] = field(default_factory=list)
+    _has_warned: bool = False
+    """Whether ranks had means over other numbers of labels."""
     _lengths: list[tuple[int, bool]] = field(default_factory=list)
     """Tokens of the sequences of each forward, 0: none; whether its numbers follow from padding at the left."""
     _rate: float | None = None
@@ -166,6 +170,11 @@ class RankComparison:
         """Add what this rank's loss of a micro-batch should weigh by, where all ranks' losses weigh alike."""
         if counts is not None and self.mesh.size("data") > 1:
             self._weights.append(counts)
+
+    def add_means(self, divisors: Tensor | None) -> None:
+        """Add the divisors of the means in this rank's loss (checks/loss_means.py), until ranks have differed once."""
+        if divisors is not None and not self._has_warned:
+            self._means.append(divisors)
 
     def add_length(self, tokens: int, *, at_left: bool) -> None:
         """Add the length of the sequences of a forward, where there are several data ranks. `at_left`: its numbers
@@ -242,6 +251,7 @@ class RankComparison:
         self._batches.clear()
         self._reads.clear()
         self._weights.clear()
+        self._means.clear()
         self._lengths.clear()
         self._rate = None
         self._changed.clear()
@@ -262,6 +272,8 @@ class RankComparison:
         if self._weights:
             counts = {f"{number}": each for number, each in enumerate(self._weights)}
             total += fingerprint(counts) * self._factor(*AXES)
+        if self._means:
+            total += self._means_term()
         if self._rate is not None:
             total += crc32(struct.pack("d", self._rate)) * self._factor(*AXES)
         total += (self._left + self.loaded) * self._factor(*AXES)
@@ -277,8 +289,8 @@ class RankComparison:
 
     def check(self, apart: float, lengths: float, at_left: float) -> float:
         """Raise `RanksDifferError` if a batch, a read or a buffer differs, or `lengths` with some padded `at_left`. The
-        arguments are sums of the terms. Returns `apart` without reads that only some ranks know of. Clears. Collective
-        if something differs."""
+        arguments are sums of the terms. Returns `apart` without reads that only some ranks know of, and without means
+        over other numbers of labels. These make one warning. Clears. Collective if something differs."""
         told = self.mesh.world.gather_json(self._told()) if apart or (lengths and at_left) else ()
         self.clear()
         if (
@@ -293,7 +305,11 @@ class RankComparison:
             or _frozen_fault(told)
         ):
             raise RanksDifferError(fault)
-        return apart - float(sum(row["read_term"] for row in told))
+        if words := _means_apart(told):
+            self._has_warned = True
+            if self.mesh.coord(*AXES) == 0:
+                warnings.warn(words, stacklevel=2)
+        return apart - float(sum(row["read_term"] + row["means_term"] for row in told))
 
     @contextmanager
     def giving_up(self, drop: Callable[[], None]) -> Iterator[None]:
@@ -306,6 +322,9 @@ class RankComparison:
 
     def _read_term(self) -> int:
         return sum(read.mark for read in self._reads) * self._factor(*AXES)
+
+    def _means_term(self) -> Tensor:
+        return fingerprint({f"{number}": x for number, x in enumerate(self._means)}) * self._factor(*AXES)
 
     def _factor(self, *axes: str) -> int:
         return self.mesh.size(*axes) - 1 if self.mesh.coord(*axes) == 0 else -1
@@ -326,7 +345,8 @@ class RankComparison:
         return dict(
             coords, batches=batches, reads=reads, buffers=marks, left=self._left, read_term=self._read_term(),
             rate=self._rate, loaded=self.loaded, lengths=self._lengths,
-            weights=[counts.tolist() for counts in self._weights],
+            weights=[counts.tolist() for counts in self._weights], means=[x.tolist() for x in self._means],
+            means_term=int(self._means_term()) if self._means else 0,
             frozen=[name for name, p in self._parameters.items() if not p.requires_grad],
         )  # fmt: skip
 
@@ -374,6 +394,19 @@ def _weight_fault(told: Sequence[Mapping[str, Any]]) -> str:
                     f"rank {rank} has {theirs}. Nothing was updated. Legal: engine.backward(loss, count=n), where "
                     f"loss is a mean over n samples or labels"
                 )
+    return ""
+
+
+def _means_apart(told: Sequence[Mapping[str, Any]]) -> str:
+    """The warning for the first rank whose means divide by other numbers than those of rank 0, or ""."""
+    for rank, row in enumerate(told):
+        if row["means"] != told[0]["means"]:
+            mine, theirs = (", ".join(f"{x:g}" for one in r["means"] for x in one) for r in (told[0], row))
+            return (
+                f"backward: without count the step takes the mean of the ranks' means. These divide by "
+                f"{mine or 'nothing'} on rank 0, and by {theirs or 'nothing'} on rank {rank}. For the mean over all "
+                f"labels: engine.backward(loss, count=n), where a rank's mean divides by n"
+            )
     return ""
 
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from torch.autograd.graph import GradientEdge
 
 SUM = 2  # the number of torch for reduction="sum"
-LINEAR = "Add Sub Neg View UnsafeView Squeeze Unsqueeze Gather ToCopy Clone Alias".split()
-POINTWISE = "LogSoftmax Softmax LogSigmoid Sigmoid Softplus Tanh Relu Pow Abs Exp Log".split()
+LINEAR = "Add Sub Neg View UnsafeView Squeeze Unsqueeze Transpose Gather ToCopy Clone Alias".split()
+POINTWISE = "CtcLoss LogSoftmax Softmax LogSigmoid Sigmoid Softplus Tanh Relu Pow Abs Exp Log".split()
 
 
 def sums_samples(loss: GradientEdge, outputs: Mapping[GradientEdge, int]) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colossal_lite.checks.all_samples import AllSamples
+from colossal_lite.checks.loss_means import denominators
 from colossal_lite.checks.rank_comparison import RankComparison
 from colossal_lite.checks.scaled_loss import ScaledLoss
 from colossal_lite.config.config import Config
@@ -210,6 +211,7 @@ class UserLoop:
         is_scaled = step.loss_scale.scale != 1.0  # only then the host waits for a count on the device
         seed = step.loss_scale.seed(int(count) if is_scaled and count is not None else 1)
         self._hooks.held.release()
+        means = denominators(loss) if count is None and self._own is not None else None
         self._parts.before_backward(own_loss=count is None and seed == 1.0)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
@@ -228,6 +230,7 @@ class UserLoop:
         self._comparison.delivered()
         if count is None:
             self._comparison.add_weight(self._own)
+            self._comparison.add_means(means)
         if self._by_micro_batch or updates:
             self._reduce_all(ends=updates)
         self._hooks.held.hold()

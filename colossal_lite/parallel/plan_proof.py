@@ -315,6 +315,8 @@ class FirstBatch:
     repeats: RepeatedForwards = field(default_factory=RepeatedForwards)
     refusal: str = ""
     """Why the engine cannot start a backward from a sum over labels; "" if it can."""
+    numbers_alone: bool = False
+    """Whether random words have shown all but the numbers of a forward with labels."""
 
     def waits_for(self, samples: int) -> bool:
         """Whether it looks at a forward with so many samples. An evaluation cuts no batch."""
@@ -324,6 +326,8 @@ class FirstBatch:
         """As `check_samples_apart`, with the first of the `samples` of a forward's arguments, on the CPU. Then with
         rows for further ranks as well. A copy that does not run on them shows nothing."""
         assert self.model is not None
+        if self.numbers_alone:
+            return
         count = min(samples, FEW_SAMPLES)
         if self.repeats and not count % 2:
             with suppress(NotRunError):
@@ -470,19 +474,25 @@ def check_samples_apart(
     except NoCopyError:
         if not (cuts or repeats):
             return None
-        for keeps_all in (True, False):
-            with suppress(NoCopyError):
-                copied = small_copy(model, {}, None, MOST_QUICK_BYTES, keeps_all=keeps_all).model
-                return FirstBatch(PerSample(copied), tuple(cuts), repeats)
-        return None
+        copied = _quick_copy(model)
+        return None if copied is None else FirstBatch(copied, tuple(cuts), repeats)
     if mixed:
         _refuse_mixing(type(model).__name__, "a small copy", mixed, cuts)
     if not found:
-        return None
+        copied = _quick_copy(model) if cuts else None
+        return None if copied is None else FirstBatch(copied, tuple(cuts), numbers_alone=True)
     refusal = _not_linear(type(model).__name__, found)
     if cuts:
         raise ValueError(refusal)
     return FirstBatch(None, (), refusal=refusal)
+
+
+def _quick_copy(model: nn.Module) -> PerSample | None:
+    """A copy of the model as it is, in float64 on the CPU; None if it is too large."""
+    for keeps_all in (True, False):
+        with suppress(NoCopyError):
+            return PerSample(small_copy(model, {}, None, MOST_QUICK_BYTES, keeps_all=keeps_all).model)
+    return None
 
 
 def _not_linear(kind: str, found: str) -> str:

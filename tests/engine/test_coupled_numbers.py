@@ -94,3 +94,42 @@ def test_all_others_train_as_in_one_process(loss: str, samples: int, ranks: int)
     for weights in run_world(trained, ranks, loss, samples, 0):
         for name, p in plain.named_parameters():
             torch.testing.assert_close(weights[name], p.detach(), rtol=1e-10, atol=1e-12)
+
+
+class Words(nn.Module):
+    """A model of words: what is proven of it is proven without labels."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        self.loss, self.embed, self.head = loss, nn.Embedding(9, D), nn.Linear(D, 9)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        x = torch.tanh(self.embed(ids))
+        logits = self.head(x)
+        if labels is None:
+            return dict(logits=logits)
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        if self.loss == "sum":
+            return dict(logits=logits, loss=total)
+        return dict(logits=logits, loss=total / labels.numel() + contrastive(x.mean(1)))
+
+
+def told_of_words(env: RankEnv, loss: str, stage: int) -> str:
+    torch.manual_seed(0)
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.2), zero=dict(stage=stage), timeout_s=60)
+    with env.launch(config) as context:
+        engine = cl.initialize(Words(loss).double(), context=context)
+        ids, labels = context.local_batch((torch.arange(24).view(4, 6) % 9, torch.arange(24).view(4, 6) % 7))
+        with pytest.raises(ValueError) as caught:
+            engine.backward(engine(ids, labels=labels)["loss"])
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [("sum", "the loss is a sum over samples"), ("contrastive", "gives a number that is no mean over its samples")],
+)  # fmt: skip
+def test_a_loss_that_a_model_of_words_gives_is_looked_at_too(loss: str, words: str, stage: int) -> None:
+    for told in run_world(told_of_words, 2, loss, stage):
+        assert words in told

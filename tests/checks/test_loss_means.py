@@ -1,0 +1,155 @@
+"""A loss without a count is a mean over as many labels on every data rank, or a warning tells: read from its graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import colossal_lite as cl
+from colossal_lite.checks.loss_means import denominators
+from tests.shared.pool import RankEnv, run_world
+
+WORDS, STEPS = 5, 3
+EVEN = ((0, 1, 2), (3, 4, 0), (1, 2, 3), (4, 4, 4))
+FEWER = ((0, 1, 2), (3, 4, 0), (1, -100, -100), (4, 4, -100))
+"""Labels of two samples for each of two ranks, which the model does not get."""
+WEIGHTS = torch.arange(1.0, WORDS + 1, dtype=torch.float64)
+
+
+def each(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none")
+
+
+def masked(z: Tensor, y: Tensor) -> Tensor:
+    return each(z, y).sum() / (y >= 0).sum()
+
+
+def mean(z: Tensor, y: Tensor, **more: Any) -> Tensor:
+    return F.cross_entropy(z.flatten(0, 1), y.flatten(), **more)
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "mean": (mean, lambda y: (y >= 0).sum()),
+    "of classes": (lambda z, y: F.cross_entropy(z.transpose(1, 2), y), lambda y: (y >= 0).sum()),
+    "class weights": (lambda z, y: mean(z, y, weight=WEIGHTS), lambda y: (WEIGHTS[y.clamp(min=0)] * (y >= 0)).sum()),
+    "divided": (masked, lambda y: (y >= 0).sum()),
+    "log": (lambda z, y: F.nll_loss(z.log_softmax(-1).flatten(0, 1), y.flatten()), lambda y: (y >= 0).sum()),
+    "halves": (lambda z, y: (mean(z, y) + masked(z, y)) / 2, lambda y: (y >= 0).sum()),
+    "given by the forward": (mean, lambda y: (y >= 0).sum()),
+}  # fmt: skip
+
+
+class Model(nn.Module):
+    """Gives logits, and the mean over `targets` that no argument of labels tells of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, 4), nn.Linear(4, WORDS)
+
+    def forward(self, ids: Tensor, answers: Tensor | None = None) -> Any:
+        z = self.head(torch.tanh(self.embed(ids)))
+        return z if answers is None else dict(logits=z, loss=mean(z, answers))
+
+
+def loss_of(model: Any, name: str, x: Tensor, y: Tensor) -> Tensor:
+    found: Tensor = model(x, answers=y)["loss"] if "forward" in name else LOSSES[name][0](model(x), y)
+    return found
+
+
+def batch(labels: Any) -> tuple[Tensor, Tensor]:
+    return torch.arange(12).view(4, 3) % WORDS, torch.tensor(labels)
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def trained(
+    env: RankEnv, name: str, labels: Any, counts: bool, stage: int
+) -> tuple[list[str], dict[str, Tensor]]:
+    with (
+        warnings.catch_warnings(record=True) as said,
+        env.launch(
+            dict(precision="fp64", optimizer=dict(type="sgd", lr=0.2), zero=dict(stage=stage), timeout_s=60)
+        ) as context,
+    ):
+        engine = cl.initialize(new_model(), context=context)
+        warnings.simplefilter("always")
+        x, y = context.local_batch(batch(labels))
+        for _ in range(STEPS):
+            loss = loss_of(engine, name, x, y)
+            engine.backward(loss, **(dict(count=LOSSES[name][1](y)) if counts else {}))
+            engine.step()
+        told = [str(each.message) for each in said if "the mean of the ranks' means" in str(each.message)]
+        return told, engine.full_state_dict()
+
+
+def assert_exact(name: str, labels: Any, found: list[dict[str, Tensor]], parts: int = 1) -> None:
+    """`parts`: the loss is the mean of the means of so many parts of the batch."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for x, y in zip(*(each.tensor_split(parts) for each in batch(labels)), strict=True):
+            (loss_of(model, name, x, y) / parts).backward()
+        optimizer.step()
+    for state in found:
+        for key, p in model.named_parameters():
+            torch.testing.assert_close(state[key], p.detach(), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_of_a_mean_over_other_numbers_of_labels_on_ranks_a_warning_tells_once(name: str) -> None:
+    (told, state), (none, _) = run_world(trained, 2, name, FEWER, False, 0)
+    assert len(told) == 1 and "engine.backward(loss, count=n)" in told[0] and not none
+    assert_exact(name, FEWER, [state], parts=2)
+    for none, state in run_world(trained, 2, name, FEWER, True, 3):
+        assert not none
+        assert_exact(name, FEWER, [state])
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "class weights"])
+def test_a_mean_over_equally_many_labels_needs_no_count(name: str) -> None:
+    for told, state in run_world(trained, 2, name, EVEN, False, 0):
+        assert not told
+        assert_exact(name, EVEN, [state])
+
+
+def test_class_weights_are_compared_where_labels_are_equally_many() -> None:
+    (told, _), _ = run_world(trained, 2, "class weights", EVEN, False, 0)
+    assert len(told) == 1 and "divide by 16 on rank 0, and by 24 on rank 1" in told[0]
+
+
+def weighed_by_hand(env: RankEnv) -> dict[str, Tensor]:
+    """A loop that weighs its own mean by a factor."""
+    with env.launch(dict(precision="fp64", optimizer=dict(type="sgd", lr=0.2), timeout_s=60)) as context:
+        engine = cl.initialize(new_model(), context=context)
+        x, y = context.local_batch(batch(FEWER))
+        for _ in range(STEPS):
+            factor = 2 * int((y >= 0).sum()) / int((batch(FEWER)[1] >= 0).sum())
+            engine.backward(mean(engine(x), y) * factor)
+            engine.step()
+        return engine.full_state_dict()
+
+
+def test_a_rank_may_weigh_its_mean_by_a_factor() -> None:
+    assert_exact("mean", FEWER, run_world(weighed_by_hand, 2))
+
+
+def test_what_a_mean_divides_by_is_read_from_the_graph() -> None:
+    z, y = torch.randn(4, 3, WORDS, requires_grad=True), torch.tensor(FEWER)
+    read = {name: denominators(loss(z.double(), y)) for name, (loss, _) in LOSSES.items()}
+    weighted = float(LOSSES["class weights"][1](y))
+    assert {name: [] if x is None else x.tolist() for name, x in read.items()} == {
+        name: [weighted] if name == "class weights" else [2.0, 9.0, 9.0] if name == "halves" else [9.0]
+        for name in LOSSES
+    }
+    for other in (z.sum(), mean(z, y, reduction="sum"), mean(z, y) * 2, z.square().mean()):
+        assert denominators(other) is None
