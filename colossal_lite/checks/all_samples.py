@@ -88,12 +88,14 @@ class AllSamples:
         is_cut = self._comm.size > 1
         if not loss.requires_grad or (own_loss and not is_cut):
             return None
-        _, operations = self._front(loss, forwards)
+        front, operations = self._front(loss, forwards)
         is_known = operations in self._known
         self._known.add(operations)
         if is_known and self._step & (self._step - 1):
             return None
-        front, _ = self._front(loss, forwards, enters=True)
+        within, _ = self._front(loss, forwards, enters=True)
+        if is_cut and sums_samples(_edge_of(loss), within):
+            return "sums"
         if not front or self._runs_the_model(front):
             return None
         outputs = [edge for edge, rows in front.items() if rows > 1]
@@ -101,8 +103,6 @@ class AllSamples:
             with suppress(RuntimeError, NotImplementedError):  # it has no second derivative
                 if is_cut and _couples(loss, outputs):
                     return "couples"
-            if is_cut and sums_samples(_edge_of(loss), front):
-                return "sums"
             with suppress(RuntimeError, NotImplementedError):  # it has no first one to be looked at
                 return None if _is_linear(loss, list(front)) else "nonlinear"
         return None

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import colossal_lite as cl
 from colossal_lite.checks.loss_means import denominators
@@ -153,3 +154,27 @@ def test_what_a_mean_divides_by_is_read_from_the_graph() -> None:
     }
     for other in (z.sum(), mean(z, y, reduction="sum"), mean(z, y) * 2, z.square().mean()):
         assert denominators(other) is None
+
+
+class Recomputes(Model):
+    """Its loss is run again in backward, by weights that ZeRO-3 gathers for it."""
+
+    def forward(self, ids: Tensor, answers: Tensor | None = None) -> Any:
+        return checkpoint(super().forward, ids, answers, use_reentrant=False)
+
+
+def recomputed(env: RankEnv, stage: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.2), zero=dict(stage=stage), timeout_s=60)
+    with env.launch(config) as context:
+        engine = cl.initialize(Recomputes().double(), context=context)
+        x, y = context.local_batch(batch(EVEN))
+        for _ in range(STEPS):
+            engine.backward(engine(x, answers=y)["loss"])
+            engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_loss_that_is_recomputed_is_not_read_before_its_backward(stage: int) -> None:
+    assert_exact("mean", EVEN, run_world(recomputed, 2, stage))
