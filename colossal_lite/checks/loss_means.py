@@ -4,8 +4,8 @@ Note: losses without a count.
 A step takes the mean of the losses of its ranks.  That is the mean over all labels only where each rank has equally
 many.  The nodes of `cross_entropy` and `nll_loss` keep their labels and class weights, and a division keeps what it
 divides by.  So ranks can compare these.  The walk goes from the loss through sums of losses alone.  It ends at a
-factor, by which a rank may weigh its own mean.  Tensors that a hook has packed are left alone: to unpack them may run
-a forward again (torch.utils.checkpoint), and weights of ZeRO-3 are not there.
+factor, by which a rank may weigh its own mean.  Tensors that a hook has packed are left alone.  To unpack one may run
+a forward again (torch.utils.checkpoint).
 """
 
 from __future__ import annotations
