@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import sys
 import threading
 import time
 import warnings
@@ -219,7 +220,7 @@ class Checkpointer:
             timeout_s=self._timeout_s,
         )
         if asynchronous:
-            atexit.register(self.settle)  # a script that ends with its context open
+            atexit.register(self._end_with_process)  # of a script that leaves its context open
             return saving
         try:
             saving.wait()
@@ -229,7 +230,7 @@ class Checkpointer:
 
     def settle(self) -> None:
         """Wait for the save in flight and count its outcome. A failure that was not raised yet becomes a warning."""
-        atexit.unregister(self.settle)
+        atexit.unregister(self._end_with_process)
         last, self._last = self._last, None
         if last is None:
             return
@@ -247,9 +248,15 @@ class Checkpointer:
         """Wait for the save in flight, and release the folders. Without `waits` it does neither. The process ends, and
         the next run takes the folders over, with all leftovers in them."""
         if not waits:
+            atexit.unregister(self._end_with_process)
             return
         self.settle()
         self._claims.close()
+
+    def _end_with_process(self) -> None:
+        """Wait for the save in flight, unless an interrupt has ended the script."""
+        if not issubclass(getattr(sys, "last_type", None) or Exception, KeyboardInterrupt):
+            self.settle()
 
     def load(
         self,
