@@ -363,8 +363,9 @@ class Engine:
 
         `count`: the loss is a mean over so many tokens, and the step divides by the global number.  0: a loss of
         NaN adds nothing, if its gradient is finite.  None: every data rank has the same weight, and the losses of
-        several calls add up.  Then `step` raises RanksDifferError on every rank if ranks have other numbers of samples,
-        or of valid labels that the model gets.  Raises ValueError for a sum over samples on data ranks.
+        several calls add up.  Then `step` raises RanksDifferError on every rank if ranks have other numbers of samples.
+        So for valid labels that the model gets.  With updates in backward this call does.  A warning names means that
+        divide by other numbers.  Raises ValueError for a sum over samples on data ranks.
         `retain_graph`: keep the graph for a further loss of the same forward.
         With `optimizer.update_when="backward"` the weights are updated when this returns, except those that `step`
         updates. Then a step has as many calls as `gradient_accumulation` says, and the last one updates."""

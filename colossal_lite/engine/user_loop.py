@@ -177,41 +177,15 @@ class UserLoop:
         self, loss: Tensor, count: int | Tensor | None, factor: float, *, retain_graph: bool = False
     ) -> None:
         """Add the gradient of `loss`. `factor` of the learning rate is for updates in backward."""
-        self._refuse("backward")
-        if loss.numel() != 1:
-            shape = tuple(loss.shape)
-            raise ValueError(f"backward: a loss of the shape {shape}; legal: one number, such as loss.mean()")
-        if retain_graph and self._config.activation_checkpoint == "selective":
-            raise ValueError(
-                "backward: retain_graph=True with activation_checkpoint='selective', whose results one backward takes. "
-                "Legal: 'full' or 'none', or one backward of the sum of the losses"
-            )
-        self._scaled.refuse(loss)
-        self._refuse_reads(loss)
+        self._refuse_backward(loss, count, retain_graph)
         step = self._step
-        self._refuse_coupling(loss, counted=count is not None)
-        if step.by_count is not None and step.by_count != (count is not None):
-            raise ValueError(
-                "backward: count is given in some calls of this step and not in others; give it in all or none"
-            )
-        self._updates.refuse_within("backward")
-        if not loss.requires_grad:
-            raise ValueError(
-                "backward: the loss has no graph, so nothing would train; legal: a loss of the outputs of engine(x), "
-                "outside of no_grad"
-            )
-        refuse_without_gradients("backward")
-        if step.totals is not None:
-            raise ValueError(
-                "backward: the gradients of this step are summed already, by full_gradients; legal: step, or zero_grad"
-            )
-        if step.calls == self._config.gradient_accumulation:
-            _refuse_further_backward(self._config)
         step.by_count = count is not None
         is_scaled = step.loss_scale.scale != 1.0  # only then the host waits for a count on the device
         seed = step.loss_scale.seed(int(count) if is_scaled and count is not None else 1)
         self._hooks.held.release()
-        means = denominators(loss) if count is None and self._own is not None else None
+        if count is None and self._own is not None:
+            self._comparison.add_weight(self._own)
+            self._comparison.add_means(denominators(loss))
         self._parts.before_backward(own_loss=count is None and seed == 1.0)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count
@@ -228,12 +202,42 @@ class UserLoop:
         with self._parts.measured(), self._parts.around_backward(), self._hooks.expecting():
             (total if seed == 1.0 else total * seed).backward(retain_graph=retain_graph)
         self._comparison.delivered()
-        if count is None:
-            self._comparison.add_weight(self._own)
-            self._comparison.add_means(means)
         if self._by_micro_batch or updates:
             self._reduce_all(ends=updates)
         self._hooks.held.hold()
+
+    def _refuse_backward(self, loss: Tensor, count: int | Tensor | None, retain_graph: bool) -> None:
+        """Raises ValueError for a loss that would train otherwise than in one process, or a call out of place. Then
+        nothing was changed."""
+        self._refuse("backward")
+        if loss.numel() != 1:
+            shape = tuple(loss.shape)
+            raise ValueError(f"backward: a loss of the shape {shape}; legal: one number, such as loss.mean()")
+        if retain_graph and self._config.activation_checkpoint == "selective":
+            raise ValueError(
+                "backward: retain_graph=True with activation_checkpoint='selective', whose results one backward takes. "
+                "Legal: 'full' or 'none', or one backward of the sum of the losses"
+            )
+        self._scaled.refuse(loss)
+        self._refuse_reads(loss)
+        self._refuse_coupling(loss, counted=count is not None)
+        if self._step.by_count is not None and self._step.by_count != (count is not None):
+            raise ValueError(
+                "backward: count is given in some calls of this step and not in others; give it in all or none"
+            )
+        self._updates.refuse_within("backward")
+        if not loss.requires_grad:
+            raise ValueError(
+                "backward: the loss has no graph, so nothing would train; legal: a loss of the outputs of engine(x), "
+                "outside of no_grad"
+            )
+        refuse_without_gradients("backward")
+        if self._step.totals is not None:
+            raise ValueError(
+                "backward: the gradients of this step are summed already, by full_gradients; legal: step, or zero_grad"
+            )
+        if self._step.calls == self._config.gradient_accumulation:
+            _refuse_further_backward(self._config)
 
     def _refuse_reads(self, loss: Tensor) -> None:
         """Raises ValueError for a `loss` that reads a parameter itself, where this rank has no whole one."""

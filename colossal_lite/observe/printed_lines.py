@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import TextIO
 
 from rich.console import Console
@@ -18,23 +19,17 @@ def tell(text: str, file: TextIO | None = None) -> None:
     stream = file or sys.stdout
     try:
         print(text, file=stream, flush=True)
-        return
-    except BrokenPipeError:
-        drop_output(stream)
-    except OSError:  # a full disk
-        pass
-    if stream is not sys.stderr:
-        tell(text, sys.stderr)
+    except OSError as error:  # a full disk, or no reader
+        if isinstance(error, BrokenPipeError):
+            drop_output(stream)
+        if stream is not sys.stderr:
+            tell(text, sys.stderr)
 
 
 def drop_output(stream: TextIO) -> None:
     """Let this and all later output go nowhere: its reader is gone. Else Python fails once more at its end."""
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-    except OSError:  # a stream without a descriptor
-        pass
+    with suppress(OSError), open(os.devnull, "w") as nowhere:  # a stream may have no descriptor
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class RunConsole(Console):

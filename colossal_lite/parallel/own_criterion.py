@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -273,7 +274,7 @@ def _weighed(result: Any, valid: int) -> tuple[Tensor, Tensor | int | float]:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) or (isinstance(x, Tensor) and x.numel() == 1)
+    return isinstance(x, Real) or (isinstance(x, Tensor) and x.numel() == 1)
 
 
 def _kind(x: Any) -> str:

@@ -47,7 +47,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], T
 
 
 class Model(nn.Module):
-    """Gives logits, and the mean over `targets` that no argument of labels tells of."""
+    """Gives logits, and a mean over `answers`, a name that the engine does not take for labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,3 +178,35 @@ def recomputed(env: RankEnv, stage: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_loss_that_is_recomputed_is_not_read_before_its_backward(stage: int) -> None:
     assert_exact("mean", EVEN, run_world(recomputed, 2, stage))
+
+
+class Told(Model):
+    """Gets its labels by the name that the engine takes for labels."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        return super().forward(ids, labels)
+
+
+def updated_in_backward(env: RankEnv) -> tuple[str, bool, dict[str, Tensor]]:
+    """The refusal, whether the weights are those of before, and those after steps with counts."""
+    optimizer = dict(type="sgd", lr=0.2, update_when="backward")
+    with env.launch(dict(precision="fp64", optimizer=optimizer, timeout_s=60)) as context:
+        torch.manual_seed(0)
+        engine = cl.initialize(Told().double(), context=context)
+        before = {name: x.clone() for name, x in engine.full_state_dict().items()}
+        x, y = context.local_batch(batch(FEWER))
+        with pytest.raises(ValueError) as caught:
+            engine.backward(engine(x, labels=y)["loss"])
+        after = engine.full_state_dict()
+        is_unchanged = all(torch.equal(before[name], after[name]) for name in before)
+        engine.zero_grad()
+        for _ in range(STEPS):
+            engine.backward(engine(x, labels=y)["loss"], count=(y >= 0).sum())
+            engine.step()
+        return str(caught.value), is_unchanged, engine.full_state_dict()
+
+
+def test_ranks_are_compared_before_an_update_within_backward() -> None:
+    for told, is_unchanged, state in run_world(updated_in_backward, 2):
+        assert "Rank 0 has 6 valid labels, rank 1 has 3. Nothing was updated" in told and is_unchanged
+        assert_exact("mean", FEWER, [state])

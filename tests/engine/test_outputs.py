@@ -213,13 +213,17 @@ def of_squares(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     return logits.mul_(2.0).square().sum(), logits.numel()
 
 
+def of_numpy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Any]:
+    return F.cross_entropy(logits, labels, reduction="sum"), (labels.numpy() >= 0).sum()
+
+
 def of_any(logits: Tensor, labels: Tensor) -> Tensor:
     if not (labels >= 0).any():
         raise IndexError("no labels")
     return F.cross_entropy(logits, labels)
 
 
-@pytest.mark.parametrize("criterion", [of_samples, of_squares, of_any, F.cross_entropy])
+@pytest.mark.parametrize("criterion", [of_samples, of_squares, of_numpy, of_any, F.cross_entropy])
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_a_part_without_labels_has_the_count_that_its_criterion_gives(criterion: Any, parts: int) -> None:
     labels = torch.tensor([0, 1, 2, -100, -100, -100, -100, -100])
