@@ -734,3 +734,12 @@ def test_a_save_beside_training_is_whole_where_the_script_ends_with_its_context_
     script.write_text(LEFT_OPEN)
     subprocess.run([sys.executable, str(script), str(tmp_path / "out")], check=True, timeout=120)
     assert [path.name for path in listed(tmp_path / "out")] == ["step-00000001"]
+
+
+def test_an_interrupt_of_such_a_script_waits_for_no_save(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LEFT_OPEN.replace("sleep(0.5)", "sleep(100)") + "raise KeyboardInterrupt\n")
+    ended = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "out")], capture_output=True, timeout=60
+    )
+    assert ended.returncode and not listed(tmp_path / "out")
