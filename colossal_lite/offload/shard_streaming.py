@@ -30,6 +30,7 @@ from colossal_lite.memory.pinned import host_room
 from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import GradientOffloadBuffer
 from colossal_lite.offload.pieces import LEAVING, OUTGOING, VISITING, StagingBuffer, StateKind
+from colossal_lite.schedule.optimizer_updates import ChunkPart, Streaming
 
 Resting = Mapping[int, Tensor]
 """The number of a chunk -> what of it is on the host."""
@@ -42,6 +43,14 @@ def landing_bytes(gradients: Sequence[int], device: torch.device) -> int:
     return min(OUTGOING, len(gradients)) * max(gradients, default=0) if device.type == "cuda" else 0
 
 
+def streaming(chunk: Chunk, *, weights: bool, gradient: bool) -> Streaming:
+    """What is copied for an update of a chunk on the device, where its `weights` or its `gradient` are on the host."""
+    reads = (ChunkPart.WEIGHTS,) if weights and chunk.updates_weights else ()
+    return Streaming(
+        (*reads, *((ChunkPart.GRADIENT,) if gradient else ())), (ChunkPart.WEIGHTS,) if weights else ()
+    )
+
+
 class HostShardStream:
     """Copies weights and gradients between the host and places on the device."""
 
@@ -49,7 +58,7 @@ class HostShardStream:
         """`records`: the host memory of the offloaded kinds."""
         self._chunks, self._up, self._down, self._records = tuple(chunks), up, down, records
         self._incoming: dict[int, list[Transfer]] = {}
-        self._weights_here: dict[int, tuple[Tensor, tuple[Transfer, ...]]] = {}
+        self._weights_here: dict[int, Tensor] = {}
         self._gradients_here: dict[int, Tensor] = {}
         self._adds = Link("add", ThreadExecutor(), timeout_s=down.timeout_s)
         self.host_bytes = 0
@@ -125,24 +134,28 @@ class HostShardStream:
             (LEAVING, sums),
         )
 
-    def fetch(self, index: int) -> None:
-        """Begin to copy to the device what the update of a chunk reads."""
-        chunk = self._chunks[index]
-        self._incoming[index] = []
-        if (weights := chunk.weights_at_rest) is not None:
-            slot, before = self._weight_slots.take(index)
-            self._weights_here[index] = slot, before
-            if chunk.updates_weights:
-                home = () if chunk.going_home is None else (chunk.going_home,)
-                self._copy_in(index, slot, weights, (*before, *home))
-        if (gradient := chunk.gradient_at_rest) is not None and not chunk.waits_on_device:
-            slot, before = self._gradient_slots.take(index)
-            self._gradients_here[index] = slot
-            self._copy_in(index, slot, gradient, before)
+    @property
+    def streamed(self) -> dict[int, Streaming]:
+        """What is copied for the updates on the device, by the chunks that need it."""
+        (_, weights), (_, gradients), _ = self._kinds
+        return {
+            index: streaming(self._chunks[index], weights=index in weights, gradient=index in gradients)
+            for index in sorted({*weights, *gradients})
+        }
 
-    def _copy_in(self, index: int, slot: Tensor, source: Tensor, before: Sequence[Transfer]) -> None:
-        coming = self._up.copy(slot[: source.numel()], source, after=before, prefetch=True)
-        self._incoming[index].append(coming)
+    def fetch(self, index: int, part: ChunkPart) -> None:
+        """Begin to copy a part of a chunk to the device, which its update reads."""
+        chunk = self._chunks[index]
+        if part is ChunkPart.WEIGHTS:
+            slot, before = self._weight_slots.take(index)
+            self._weights_here[index], resting = slot, chunk.weights_at_rest
+            before = before if chunk.going_home is None else (*before, chunk.going_home)
+        else:
+            slot, before = self._gradient_slots.take(index)
+            self._gradients_here[index], resting = slot, chunk.gradient_at_rest
+        assert resting is not None
+        coming = self._up.copy(slot[: resting.numel()], resting, after=before, prefetch=True)
+        self._incoming.setdefault(index, []).append(coming)
 
     def here(self, index: int, *, is_whole: bool) -> None:
         """Wait for a chunk's copies, and use the places on the device as its shards until `evict`.
@@ -152,34 +165,37 @@ class HostShardStream:
         for transfer in self._incoming.pop(index, ()):
             transfer.wait()
         if (weights := chunk.weights_at_rest) is not None:
-            slot, before = self._weights_here[index]
-            slot = slot[: weights.numel()]
+            if not chunk.updates_weights:
+                self._weights_here[index] = self._weight_slots.take_now(index)
+            slot = self._weights_here[index][: weights.numel()]
             if chunk.master is weights:
                 chunk.master = slot
-            elif not chunk.updates_weights:
-                for transfer in before:
-                    transfer.wait()
-                if not is_whole:
-                    slot.copy_(chunk.master)
+            elif not chunk.updates_weights and not is_whole:
+                slot.copy_(chunk.master)
             chunk.local_shard = slot
         if (gradient := chunk.gradient_at_rest) is not None and not chunk.waits_on_device:
             chunk.gradient = self._gradients_here[index][: gradient.numel()]
 
-    def evict(self, index: int) -> None:
-        """Begin to copy the weights back to the host, and free the place of the gradient."""
+    def used(self, index: int) -> None:
+        """The update of a chunk is over: free the place of its gradient."""
         chunk = self._chunks[index]
-        if (weights := chunk.weights_at_rest) is not None:
-            slot, _ = self._weights_here.pop(index)
-            landed = partial(self._records.commit, chunk.spec.id, WEIGHTS)
-            transfer = self._down.copy(weights, slot[: weights.numel()], then=landed)
-            self._weight_slots.give(index, transfer)
-            chunk.going_home = transfer
-            chunk.master = weights if chunk.master is chunk.local_shard else chunk.master
-            chunk.local_shard = weights
-        if chunk.gradient_at_rest is not None and not chunk.waits_on_device:
-            del self._gradients_here[index]
+        if self._gradients_here.pop(index, None) is not None:
+            assert chunk.gradient_at_rest is not None
             self._gradient_slots.give(index)
             chunk.gradient = chunk.gradient_at_rest
+
+    def evict(self, index: int) -> None:
+        """Begin to copy the new weights of a chunk back to the host."""
+        chunk = self._chunks[index]
+        weights = chunk.weights_at_rest
+        assert weights is not None
+        slot = self._weights_here.pop(index)
+        landed = partial(self._records.commit, chunk.spec.id, WEIGHTS)
+        transfer = self._down.copy(weights, slot[: weights.numel()], then=landed)
+        self._weight_slots.give(index, transfer)
+        chunk.going_home = transfer
+        chunk.master = weights if chunk.master is chunk.local_shard else chunk.master
+        chunk.local_shard = weights
 
     def defer(self) -> None:
         """Mark the weights on the host as pending at the end of a step, until its updates have run. Those of the step

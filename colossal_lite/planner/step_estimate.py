@@ -28,6 +28,7 @@ from colossal_lite.numerics.optimizers import groups_of
 from colossal_lite.numerics.precision import ChunkTypes, Precision, wide_as
 from colossal_lite.offload.pieces import StateKind
 from colossal_lite.offload.placement import StatePlacement
+from colossal_lite.offload.shard_streaming import streaming
 from colossal_lite.planner.dry_run import META, Cost, Whole, bytes_of
 from colossal_lite.planner.run_plan import MemoryTerm, Term
 from colossal_lite.schedule.gather_plan import GatherPlan
@@ -157,18 +158,25 @@ def memory_rows(
         origins = {row.kind: row.origin for row in rows} | ORIGINS
         origins["optimizer"] = f"{config.optimizer.type}, with its masters"
         rows = tuple(MemoryTerm(kind, held, origins[kind], tier) for kind, tier, held in placed.rows)
-        updates = _updates(optimizer, placed, len(chunks))
+        updates = _updates(optimizer, placed, chunks)
     shown = tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations"))
     return StateForecast(shown, placed, updates, choice.lanes)
 
 
-def _updates(optimizer: ChunkOptimizer, placed: StatePlacement, num_chunks: int) -> Plan:
+def _updates(optimizer: ChunkOptimizer, placed: StatePlacement, chunks: Sequence[Chunk]) -> Plan:
     """The list of updates of a placement."""
-    off = {kind: {name.chunk for name in placed.off_device if name.kind is kind} for kind in StateKind}
-    records = off[StateKind.OPTIMIZER]
-    moving = records | off[StateKind.WEIGHTS] | off[StateKind.GRADIENTS]
-    on_device = {*range(num_chunks)} - records
-    return optimizer.planned(moving, on_device, {name.chunk for name in placed.on_disk})
+    off: dict[StateKind, set[int]] = {
+        kind: {name.chunk for name in placed.off_device if name.kind is kind} for kind in StateKind
+    }
+    records, weights = off[StateKind.OPTIMIZER], off[StateKind.WEIGHTS]
+    has_last = {piece.name.chunk for piece in placed.pieces if piece.last_sum}
+    gradients = off[StateKind.GRADIENTS] - (has_last - off[StateKind.LAST_SUM])
+    there = {index for index, chunk in enumerate(chunks) if optimizer.is_updated_on_host(chunk)} & records
+    streamed = {
+        index: streaming(chunks[index], weights=index in weights, gradient=index in gradients)
+        for index in sorted((weights | gradients) - there)
+    }
+    return optimizer.planned(records, {name.chunk for name in placed.on_disk}, streamed)
 
 
 def _name(dtype: torch.dtype) -> str:

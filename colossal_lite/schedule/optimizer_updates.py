@@ -11,7 +11,8 @@ steps: the simulator says what it costs, and how long its computing waits.  Stat
 ways.  A record has a slot there from its read to its copy up.  It has another from its copy down to its write.  The
 disk is read and written at once, each in the order of the updates.  Where only some records are on disk, they are read
 as if there were no others.  The next ones are read when one of them is updated, however many chunks lie between.  Their
-updates and copies then hide a slow disk.
+updates and copies then hide a slow disk.  Weights and gradients that rest on the host go beside the record
+(`streamed`), each a copy of its own.
 
 Note: updates on the host.
 A chunk may be updated on the host, where its state is (`on_host`), on one lane of the host's own.  Then its record is
@@ -30,10 +31,10 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import count, zip_longest
+from itertools import count, takewhile, zip_longest
 
 from colossal_lite.schedule.interval_packing import most_at_once
-from colossal_lite.schedule.plan import COMPUTE, CPU, DISK, Action, ActionKind, Memory, Plan
+from colossal_lite.schedule.plan import COMPUTE, CPU, DISK, Action, ActionKind, Chunk, Memory, Plan
 
 
 class ChunkPart(IntEnum):
@@ -62,8 +63,20 @@ class Crossing:
     up: bool = True
 
 
+@dataclass(frozen=True)
+class Streaming:
+    """What is copied beside the record of a chunk that is updated on the device: to the device before, and back
+    after."""
+
+    up: tuple[ChunkPart, ...] = ()
+    down: tuple[ChunkPart, ...] = ()
+
+
 ON_DEVICE: Mapping[int, Crossing] = {}
-NOTHING_AWAITED: Mapping[int, Collection[int]] = {}
+RECORDS_ALONE: Mapping[int, Streaming] = {}
+Awaited = Mapping[tuple[ActionKind, int], Collection[int]]
+"""The numbers that must have left the device, by the kind and number of the action that waits (`Memory.awaited`)."""
+NOTHING_AWAITED: Awaited = {}
 
 
 def update_plan(
@@ -75,6 +88,7 @@ def update_plan(
     on_disk: Collection[int] | None = None,
     moving: Collection[int] | None = None,
     on_host: Mapping[int, Crossing] = ON_DEVICE,
+    streamed: Mapping[int, Streaming] = RECORDS_ALONE,
     early: bool = False,
     backward: bool = False,
 ) -> Plan:
@@ -83,16 +97,18 @@ def update_plan(
     `ahead`: the state is fetched from the host so many chunks before its update, and evicted after it. None: it is on
     the device. `ahead_down`: the same of what comes down for an update on the host; None: `ahead`. `below`: the state
     of the chunks `on_disk` (None: of all) is on disk. It is read so many of those chunks before it would be fetched
-    without the others. None: it is on the host. `moving`: the chunks with state off the device; None: all. `on_host`:
+    without the others. None: it is on the host. `moving`: the chunks with records off the device; None: all. `on_host`:
     chunks that are updated on the host, and what of them crosses the link. With `backward` none of it crosses before
-    their turn, because their gradients come one after the other. `early`: their gradients have come in backward, before
-    the plan begins."""
+    their turn, because their gradients come one after the other. `streamed`: what else is copied for the others.
+    `early`: gradients for updates on the host have come in backward, before the plan begins."""
     if backward:
         disk, away = (_mirrored(num_chunks, some) for some in (on_disk, moving))
         host = {num_chunks - 1 - chunk: crossing for chunk, crossing in on_host.items()}
+        beside = {num_chunks - 1 - chunk: parts for chunk, parts in streamed.items()}
         (actions_of,) = update_plan(
-            num_chunks, ahead=ahead, ahead_down=0, below=below, on_disk=disk, moving=away, on_host=host
-        )
+            num_chunks, ahead=ahead, ahead_down=0, below=below, on_disk=disk, moving=away, on_host=host,
+            streamed=beside,
+        )  # fmt: skip
         return Plan((tuple(_turned(action, num_chunks) for action in actions_of),))
     actions: list[Action] = []
     there = _there(num_chunks, below, on_disk)
@@ -103,7 +119,11 @@ def update_plan(
             reads = () if turn is None else _next(turn, below, len(there))
             actions += [_action(ActionKind.FETCH, there[place], DISK) for place in reads]
             if fetched is not None and fetched not in on_host:
-                actions.append(_action(ActionKind.FETCH, fetched))
+                parts = streamed[fetched].up if fetched in streamed else ()
+                actions += [
+                    _action(ActionKind.FETCH, part.of(fetched, num_chunks))
+                    for part in (ChunkPart.RECORD, *parts)
+                ]
         for coming in _next(chunk, ahead if ahead_down is None else ahead_down, num_chunks):
             if coming in on_host:
                 parts = [part for part in on_host[coming].down if not early or part is not ChunkPart.GRADIENT]
@@ -113,14 +133,21 @@ def update_plan(
             weights = ChunkPart.WEIGHTS.of(chunk, num_chunks)
             actions += [_action(ActionKind.FETCH, weights)] if on_host[chunk].up else []
         else:
+            parts = streamed[chunk].down if chunk in streamed else ()
             actions.append(_action(ActionKind.UPDATE, chunk))
-            actions += [_action(ActionKind.EVICT, chunk)] if ahead is not None else []
+            actions += [
+                _action(ActionKind.EVICT, part.of(chunk, num_chunks))
+                for part in ((ChunkPart.RECORD, *parts) if ahead is not None else ())
+            ]
         actions += [_action(ActionKind.EVICT, chunk, DISK)] if chunk in places else []
     return Plan((tuple(a for a in actions if _moves(a, num_chunks, moving)),))
 
 
 def _moves(action: Action, num_chunks: int, moving: Collection[int] | None) -> bool:
-    return action.kind is ActionKind.UPDATE or moving is None or (action.chunk or 0) % num_chunks in moving
+    """Whether the plan has this action: of records only those `moving`."""
+    part, chunk = part_of(action.chunk or 0, num_chunks)
+    is_record = part is ChunkPart.RECORD and action.kind is not ActionKind.UPDATE
+    return not is_record or moving is None or chunk in moving
 
 
 def run_of(
@@ -132,14 +159,16 @@ def run_of(
     below: int | None = None,
     moving: Collection[int] | None = None,
     on_host: Mapping[int, Crossing] = ON_DEVICE,
+    streamed: Mapping[int, Streaming] = RECORDS_ALONE,
     early: bool = False,
     prepares: int | None = None,
-    awaited: Mapping[int, Collection[int]] = NOTHING_AWAITED,
+    gathers_ahead: int = 0,
+    awaited: Awaited = NOTHING_AWAITED,
 ) -> tuple[Plan, Memory]:
     """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward. `prepares`: so many
-    of the first records are fetched in backward; None: all that come before an update. `awaited`: unit -> the numbers
-    that must have left the device before computing goes on after its backward. Its gradients have the place of a
-    record, or they rest on the host and the step ends.
+    of the first records are fetched in backward; None: all that come before an update. `gathers_ahead`: a unit's
+    weights are read so many units before its forward. `awaited`: what has its place over that of others. Gradients in
+    `streamed` leave in backward, and the step ends when they have.
 
     `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
@@ -154,15 +183,18 @@ def run_of(
         below=below,
         moving=moving,
         on_host=on_host,
+        streamed=streamed,
         early=early,
     )
     moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
-    first = next((i for i, action in enumerate(moves) if action.kind is not ActionKind.FETCH), 0)
-    first = first if prepares is None else min(first, prepares)
-    leaving = [
-        _leaving(unit, chunks, num_chunks, on_host if early else {}) for unit, chunks in enumerate(units)
-    ]
-    actions = _steps(steps, moves[:first], moves[first:], leaving)
+    first = list(takewhile(lambda action: action.kind is ActionKind.FETCH, moves))
+    prepared = [action for action in first if (action.chunk or 0) < num_chunks or action.resource == DISK]
+    prepared = prepared if prepares is None else prepared[:prepares]
+    late = [*(action for action in first if action not in prepared), *moves[len(first) :]]
+    resting = {c for c, parts in streamed.items() if ChunkPart.GRADIENT in parts.up}
+    sent = {c for c, parts in on_host.items() if early and ChunkPart.GRADIENT in parts.down}
+    leaving = [_leaving(unit, chunks, num_chunks, resting | sent) for unit, chunks in enumerate(units)]
+    actions = _steps(steps, prepared, late, leaving, gathers_ahead)
     memory = memory_of(
         num_chunks,
         ahead=ahead,
@@ -170,39 +202,50 @@ def run_of(
         below=below,
         moving=moving,
         on_host=on_host,
+        streamed=streamed,
         early=early,
     )
-    gradients = [(unit_of[c], (0, ChunkPart.GRADIENT.of(c, num_chunks))) for c in sorted(on_host)]
+    gradients = [
+        (unit_of[c], (0, ChunkPart.GRADIENT.of(c, num_chunks))) for c in sorted({*on_host} | resting)
+    ]
     weights = [(unit_of[c], (0, ChunkPart.WEIGHTS.of(c, num_chunks))) for c in sorted(on_host)]
-    stages = sorted({unit for unit, _ in gradients})
-    return Plan((actions,)), replace(
-        memory,
-        uses={(0, stage): tuple(key for unit, key in weights if unit == stage) for stage in stages},
-        made={(0, stage): tuple(key for unit, key in gradients if unit == stage) for stage in stages},
-        awaited={(0, unit): tuple((0, number) for number in numbers) for unit, numbers in awaited.items()},
+    waits = {(kind, (0, at)): tuple((0, number) for number in some) for (kind, at), some in awaited.items()}
+    last = ActionKind.B, (0, 0)
+    waits[last] = (
+        *waits.get(last, ()),
+        *((0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in sorted(resting)),
     )
+    return Plan((actions,)), replace(memory, uses=_by_unit(weights), made=_by_unit(gradients), awaited=waits)
 
 
-def _leaving(
-    unit: int, chunks: Sequence[int], num_chunks: int, on_host: Mapping[int, Crossing]
-) -> list[Action]:
-    """The gradients of a unit that leave in backward, the last first, for updates `on_host`."""
-    down = [c for c in reversed(chunks) if c in on_host and ChunkPart.GRADIENT in on_host[c].down]
+def _by_unit(keys: Sequence[tuple[int, Chunk]]) -> dict[tuple[int, int], tuple[Chunk, ...]]:
+    return {
+        (0, unit): tuple(key for each, key in keys if each == unit) for unit in sorted({u for u, _ in keys})
+    }
+
+
+def _leaving(unit: int, chunks: Sequence[int], num_chunks: int, leave: Collection[int]) -> list[Action]:
+    """The gradients of a unit that leave in backward, the last first: those of the chunks in `leave`."""
     return [
-        replace(_action(ActionKind.EVICT, ChunkPart.GRADIENT.of(c, num_chunks)), stage=unit) for c in down
+        replace(_action(ActionKind.EVICT, ChunkPart.GRADIENT.of(c, num_chunks)), stage=unit)
+        for c in reversed(chunks)
+        if c in leave
     ]
 
 
 def _steps(
-    steps: int, early: Sequence[Action], late: Sequence[Action], leaving: Sequence[Sequence[Action]]
-) -> tuple[Action, ...]:
+    steps: int, early: Sequence[Action], late: Sequence[Action], leaving: Sequence[Sequence[Action]],
+    gathers_ahead: int,
+) -> tuple[Action, ...]:  # fmt: skip
     """The actions of a run. A step is forward, the `early` moves of its updates, and backward. Behind each unit its
     gradients in `leaving` come down. The `late` moves run in the next forward, or at the end."""
     actions: list[Action] = []
     deferred: deque[Action] = deque()
     for step in range(steps):
         for unit in range(len(leaving)):
-            while deferred and (not holds_up(deferred[0]) or deferred[0].stage == unit):
+            while deferred and (
+                not holds_up(deferred[0]) or (deferred[0].stage or 0) <= unit + gathers_ahead
+            ):
                 actions.append(deferred.popleft())
             actions.append(Action(ActionKind.F, stage=unit, micro_batch=step))
         actions += early
@@ -220,11 +263,12 @@ def holds_up(action: Action) -> bool:
 def memory_of(
     num_chunks: int, *, ahead: int, ahead_down: int | None = None, below: int | None = None,
     on_disk: Collection[int] | None = None, moving: Collection[int] | None = None,
-    on_host: Mapping[int, Crossing] = ON_DEVICE, early: bool = False,
+    on_host: Mapping[int, Crossing] = ON_DEVICE, streamed: Mapping[int, Streaming] = RECORDS_ALONE,
+    early: bool = False,
 ) -> Memory:  # fmt: skip
     """The memory of a step's updates: home tiers, places and slots. A record has its place on the device, and rests
-    there if it is not `moving`. The gradient
-    and weights of a chunk that is updated on the host take slots there, each of its kind."""
+    there if it is not `moving`. The gradient and weights of a chunk that is updated on the host take slots there, each
+    of its kind. What is `streamed` rests there, and no limit is kept of it."""
     gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in on_host}
     weights = {c: (0, ChunkPart.WEIGHTS.of(c, num_chunks)) for c in on_host}
     there = _there(num_chunks, below, on_disk)
@@ -254,7 +298,7 @@ def memory_of(
     }
     apart = {(key, "host"): f"{kind} on the host" for key, kind in coming_of.items()}
     apart |= {((0, chunk), "device"): f"place {place} on the device" for chunk, place in places.items()}
-    return Memory(
+    memory = Memory(
         home,
         {},
         dict.fromkeys([*records, *coming_of], 1),
@@ -266,6 +310,25 @@ def memory_of(
         writes={(0, c): (weights[c],) for c in on_host},
         spent=frozenset(gradients.values()),
         apart=apart,
+    )
+    return _with_streamed(memory, num_chunks, streamed) if streamed else memory
+
+
+def _with_streamed(memory: Memory, num_chunks: int, streamed: Mapping[int, Streaming]) -> Memory:
+    """The same with what is `streamed` for updates on the device, which rests on the host."""
+    up = {(0, c): tuple((0, part.of(c, num_chunks)) for part in parts.up) for c, parts in streamed.items()}
+    down = {
+        (0, c): tuple((0, part.of(c, num_chunks)) for part in parts.down) for c, parts in streamed.items()
+    }
+    resting = {key for keys in (*up.values(), *down.values()) for key in keys}
+    gradients = {key for key in resting if part_of(key[1], num_chunks)[0] is ChunkPart.GRADIENT}
+    return replace(
+        memory,
+        home={**memory.home, **dict.fromkeys(resting, "host")},
+        reads={**memory.reads, **up},
+        writes={**memory.writes, **down},
+        spent=memory.spent | gradients,
+        apart={**memory.apart, **{(key, "host"): "at rest on the host" for key in resting}},
     )
 
 

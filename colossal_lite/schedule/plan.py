@@ -290,9 +290,11 @@ class Memory:
     - budget_bytes: for each tier, no limit where left out
     - reads, writes: chunks that UPDATE of a chunk reads and overwrites besides it, on the tier where it runs
     - also: copies besides the one at home, before and after the plan
-    - spent: gradients, which the UPDATE that reads them uses up
+    - spent: gradients, which the UPDATE that reads them uses up on every tier
     - made: those of them that the backward of a (task, stage) makes on the device; the others are there at first
-    - awaited: chunks that must have left the device before computing goes on after the backward of a (task, stage)
+    - awaited: chunks that must have left the device before a FETCH or UPDATE of a chunk, whose place lies over theirs.
+      Of the backward of a stage: before what follows it up to the next computing. By kind, then (task, chunk) or
+      (task, stage)
     - apart: chunks that on a tier share the budget of this name, and not the tier's
     - sharded: of `uses`, those that ranks share. They take their bytes on the device from FETCH or UNSHARD to RESHARD
     - offloaded: ranks and those of them whose shard there rests on the host. A FETCH brings it before the UNSHARD
@@ -308,7 +310,7 @@ class Memory:
     also: frozenset[tuple[Chunk, str]] = frozenset()
     spent: frozenset[Chunk] = frozenset()
     made: Mapping[tuple[int, int], tuple[Chunk, ...]] = field(default_factory=dict)
-    awaited: Mapping[tuple[int, int], tuple[Chunk, ...]] = field(default_factory=dict)
+    awaited: Mapping[tuple[ActionKind, tuple[int, int]], tuple[Chunk, ...]] = field(default_factory=dict)
     apart: Mapping[tuple[Chunk, str], str] = field(default_factory=dict)
     sharded: frozenset[Chunk] = frozenset()
     offloaded: frozenset[tuple[int, Chunk]] = frozenset()

@@ -94,6 +94,13 @@ class TierCopies:
         self.writer.pop((key, tier), None)
         self.left[key, tier] = node
 
+    def use_up(self, node: int, key: Key, tier: str) -> None:
+        """Drop a gradient that was read on this tier, and its copy on the other."""
+        self.drop(node, key, tier)
+        for other in ("device", "host"):
+            if (key, other) in self.version:
+                self.drop(node, key, other)
+
     def free(self, node: int, key: Key, tier: str) -> None:
         """The bytes of a copy are free when this action is done."""
         budget = self._budget_of(key, tier)
@@ -157,13 +164,14 @@ class RankWalk:
         self.sums = Counter(_weights(a) for a in mine if a.kind is ActionKind.REDUCE)
         self.summed: dict[tuple[Hashable, ...], int] = {}
         self.reduced: defaultdict[tuple[int, int | None, int | None], list[int]] = defaultdict(list)
-        self.awaited: list[Chunk] = []
+        self.awaited: Sequence[Chunk] = ()
         for node in self.nodes:
             action = table.actions[node]
-            if self.awaited and action.resource == COMPUTE:
-                left = (self.tiers.left.get((chunk, "device")) for chunk in self.awaited)
-                table.needs[node] += [evicted for evicted in left if evicted is not None]
-                self.awaited = []
+            self._await(node, self.awaited)
+            if action.resource == COMPUTE:
+                self.awaited = ()
+            if action.chunk is not None:
+                self._await(node, memory.awaited.get((action.kind, (action.task, action.chunk)), ()))
             match action.kind:
                 case ActionKind.F | ActionKind.I | ActionKind.W | ActionKind.B:
                     self._compute(node, action)
@@ -174,6 +182,11 @@ class RankWalk:
                 case ActionKind.REDUCE | ActionKind.TIED_REDUCE | ActionKind.UPDATE:
                     self._step(node, action)
         self._close(mine)
+
+    def _await(self, node: int, chunks: Sequence[Chunk]) -> None:
+        """An action starts when these have left the device."""
+        left = (self.tiers.left.get((chunk, "device")) for chunk in chunks)
+        self.table.needs[node] += [evicted for evicted in left if evicted is not None]
 
     def _compute(self, node: int, action: Action) -> None:
         assert action.stage is not None
@@ -198,7 +211,7 @@ class RankWalk:
             self.tiers.write(node, activations, "device", 0)
             self._count(+1)
         if self.table.frees(action):
-            self.awaited = [*self.memory.awaited.get(stage, ())]
+            self.awaited = self.memory.awaited.get((ActionKind.B, stage), ())
             self.due[stage] -= 1
             self._count(-1)
             self.tiers.drop(node, activations, "device")
@@ -292,7 +305,7 @@ class RankWalk:
             for written in (chunk, *self.memory.writes.get(chunk, ())):
                 self.tiers.write(node, written, tier, self.tiers.newest[written] + 1)
             for gradient in self.memory.spent.intersection(self.memory.reads.get(chunk, ())):
-                self.tiers.drop(node, gradient, tier)
+                self.tiers.use_up(node, gradient, tier)
 
     def _close(self, mine: list[Action]) -> None:
         last = self.nodes[-1] if mine else 0

@@ -28,6 +28,7 @@ from typing import Any
 from colossal_lite.schedule.optimizer_updates import (
     ChunkPart,
     Crossing,
+    Streaming,
     memory_of,
     part_of,
     run_of,
@@ -82,6 +83,34 @@ class UpdateBytes:
     """Bytes of host memory that an update there reads and writes."""
     early: bool = False
     """Whether gradients have come down in backward."""
+    resting_gradient: float = 0.0
+    """Of gradients that rest on the host: they leave in backward, and come up for an update on the device."""
+    resting_weight: float = 0.0
+    """Of weights that rest on the host: an update on the device writes them back."""
+    reads_weights: bool = False
+    """Whether an update on the device reads these too."""
+
+    @property
+    def streamed(self) -> Streaming:
+        """What is copied beside a record for an update on the device."""
+        weights = (ChunkPart.WEIGHTS,) if self.resting_weight else ()
+        gradient = (ChunkPart.GRADIENT,) if self.resting_gradient else ()
+        return Streaming((*(weights if self.reads_weights else ()), *gradient), weights)
+
+    @property
+    def streamed_up(self) -> float:
+        """Bytes that an update on the device has copied to it, records among them."""
+        return self.record + self.resting_gradient + self.resting_weight * self.reads_weights
+
+    @property
+    def streamed_down(self) -> float:
+        """Bytes that it has copied back."""
+        return self.record + self.resting_weight
+
+    @property
+    def new_weight(self) -> float:
+        """Bytes of weight that come up after an update on the host."""
+        return self.weight + self.resting_weight
 
     @property
     def gradient_late(self) -> float:
@@ -95,16 +124,18 @@ class Computing:
 
     forward_s: float
     backward_s: float
+    gathers_ahead: int = 0
+    """Units of which weights are gathered before their forward, at ZeRO-3."""
 
     @property
     def s(self) -> float:
         return self.forward_s + self.backward_s
 
     @staticmethod
-    def of(seconds: float, *, recomputes: bool) -> Computing:
+    def of(seconds: float, *, recomputes: bool, gathers_ahead: int = 0) -> Computing:
         """Backward multiplies twice as much as forward, and once more what it recomputes."""
         forward_s = seconds / (4 if recomputes else 3)
-        return Computing(forward_s, seconds - forward_s)
+        return Computing(forward_s, seconds - forward_s, gathers_ahead)
 
 
 def operations_of(weights: int, tokens: int, *, recomputes: bool) -> float:
@@ -149,11 +180,12 @@ def lanes_of(work: UpdateBytes, rates: Rates, host_share: Fraction) -> Lanes:
     """The lanes of a share."""
     on_host = work.elements * float(host_share)
     streamed = work.elements - on_host
-    memory = (work.host_memory + work.gradient_late + work.weight) * on_host + 2 * work.record * streamed
+    crossing = work.streamed_up + work.streamed_down
+    memory = (work.host_memory + work.gradient_late + work.new_weight) * on_host + crossing * streamed
     return Lanes(
         host_s=on_host / rates.host_update + work.chunks * float(host_share) * rates.call_s,
-        up_s=(work.record * streamed + work.weight * on_host) / rates.up,
-        down_s=(work.record * streamed + work.gradient_late * on_host) / rates.down,
+        up_s=(work.streamed_up * streamed + work.new_weight * on_host) / rates.up,
+        down_s=(work.streamed_down * streamed + work.gradient_late * on_host) / rates.down,
         device_s=streamed / rates.device_update,
         memory_s=memory / rates.host_memory,
     )
@@ -234,7 +266,7 @@ def _ends_step(action: Action) -> bool:
 
 def simulated_updates(work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int) -> ScheduleTimeline:
     """The updates of `count` chunks that hold all the elements, none begun before the norm is known."""
-    how = _how(work, mix, gradient=work.gradient_late)
+    how = _how(work, mix, count, gradient=work.gradient_late)
     plan, memory = update_plan(count, **how), memory_of(count, **how)
     return _simulated(plan, memory, work, rates, count, Computing(0.0, 0.0))
 
@@ -243,21 +275,40 @@ def simulated_steps(
     work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int, computing: Computing
 ) -> ScheduleTimeline:
     """Some steps of `count` units with a chunk each."""
-    plan, memory = run_of([[unit] for unit in range(count)], STEPS, **_how(work, mix, gradient=work.gradient))
+    how = _how(work, mix, count, gradient=work.gradient + work.resting_gradient)
+    prepares = 0 if work.resting_weight else None  # no record comes in a backward where weights do
+    plan, memory = run_of(
+        [[unit] for unit in range(count)],
+        STEPS,
+        prepares=prepares,
+        gathers_ahead=computing.gathers_ahead,
+        **how,
+    )
     return _simulated(plan, memory, work, rates, count, computing)
 
 
-def _how(work: UpdateBytes, mix: UpdateMix, *, gradient: float) -> dict[str, Any]:
-    crossing = Crossing((ChunkPart.GRADIENT,) if gradient else (), up=work.weight > 0)
+def _how(work: UpdateBytes, mix: UpdateMix, count: int, *, gradient: float) -> dict[str, Any]:
+    """Options of `run_of`. What rests on the host crosses as it would for updates there: gradients leave in backward,
+    and the next forward has new weights fetched."""
+    crossing = Crossing((ChunkPart.GRADIENT,) if gradient else (), up=work.new_weight > 0)
     on_host = dict.fromkeys(sorted(mix.on_host), crossing)
-    return dict(ahead=mix.ahead, ahead_down=mix.ahead_down, on_host=on_host, early=work.early)
+    others = range(count) if work.resting_gradient or work.resting_weight else ()
+    return dict(
+        ahead=mix.ahead, ahead_down=mix.ahead_down, on_host=on_host,
+        streamed={chunk: work.streamed for chunk in others if chunk not in on_host},
+        early=work.early or work.resting_gradient > 0,
+    )  # fmt: skip
 
 
 def _simulated(
     plan: Plan, memory: Memory, work: UpdateBytes, rates: Rates, count: int, computing: Computing
 ) -> ScheduleTimeline:
     elements = work.elements / count
-    sizes = {ChunkPart.RECORD: work.record, ChunkPart.GRADIENT: work.gradient, ChunkPart.WEIGHTS: work.weight}
+    sizes = {
+        ChunkPart.RECORD: work.record,
+        ChunkPart.GRADIENT: work.gradient + work.resting_gradient,
+        ChunkPart.WEIGHTS: work.new_weight,
+    }
     computed = {ActionKind.F: computing.forward_s / count, ActionKind.B: computing.backward_s / count}
 
     def moved(action: Action) -> float:

@@ -129,13 +129,14 @@ def _stops_of(actions: tuple[Action, ...], *, by_gradient: bool, in_order: bool)
     block start with it: the computing that follows hides them."""
     stops: dict[int, int] = {}
     stop, num_chunks = len(actions), sum(action.kind is ActionKind.UPDATE for action in actions)
+    on_host = {a.chunk for a in actions if a.kind is ActionKind.UPDATE and not holds_up(a)}
     for number, action in reversed([*enumerate(actions)]):
         part, chunk = part_of(action.chunk or 0, max(num_chunks, 1))
-        if action.kind is ActionKind.UPDATE or part is ChunkPart.WEIGHTS:  # whichever comes last
+        goes_up = action.kind is ActionKind.FETCH and part is ChunkPart.WEIGHTS and chunk in on_host
+        if action.kind is ActionKind.UPDATE or goes_up:  # whichever comes last
             stops.setdefault(chunk, stop)
-        is_own = action.kind is ActionKind.UPDATE or part is not ChunkPart.RECORD
-        is_new = action.kind is ActionKind.FETCH and part is ChunkPart.WEIGHTS
-        if holds_up(action) or by_gradient and is_own or in_order and is_new:
+        is_own = action.kind is ActionKind.UPDATE or part is not ChunkPart.RECORD and chunk in on_host
+        if holds_up(action) or by_gradient and is_own or in_order and goes_up:
             stop = number
     if not by_gradient:  # an update on the host may stand before that of an earlier chunk
         behind = 0

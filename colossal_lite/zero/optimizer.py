@@ -45,8 +45,15 @@ from colossal_lite.offload.pieces import VISITING, StateKind, passing_bytes, unu
 from colossal_lite.offload.placement import spilled
 from colossal_lite.offload.shard_streaming import HostShardStream
 from colossal_lite.offload.state_storage import MASTER, READ_AHEAD, OpenFile
-from colossal_lite.schedule.optimizer_updates import ON_DEVICE, ChunkPart, part_of, update_plan
-from colossal_lite.schedule.plan import DISK, Action, ActionKind, Plan
+from colossal_lite.schedule.optimizer_updates import (
+    ON_DEVICE,
+    RECORDS_ALONE,
+    ChunkPart,
+    Streaming,
+    part_of,
+    update_plan,
+)
+from colossal_lite.schedule.plan import Action, ActionKind, Plan
 from colossal_lite.schedule.step_moments import UPDATES
 from colossal_lite.schedule.update_mix import UpdateMix
 from colossal_lite.schedule.update_rates import UpdateBytes
@@ -143,7 +150,7 @@ class ChunkOptimizer(OptimizerState):
         self.host_updates: HostUpdates | None = None
         """Updates on the host; None if there are none."""
         self._settle_host_updates()
-        self.plan = self.planned(None, (), self.tiers.on_disk if self.tiers else ())
+        self.plan = self.planned(None, self.tiers.on_disk if self.tiers else ())
         self._state = [
             self.tiers.at_rest(index)
             if self.tiers
@@ -183,7 +190,7 @@ class ChunkOptimizer(OptimizerState):
             return
         self.tiers.follow(self.mix)
         self._settle_host_updates()
-        self.plan = self.planned(None, (), self.tiers.on_disk)
+        self.plan = self.planned(None, self.tiers.on_disk)
 
     def _settle_host_updates(self) -> None:
         """Update on the host what the mix says, of the chunks whose records rest off the device."""
@@ -214,8 +221,13 @@ class ChunkOptimizer(OptimizerState):
         record = sum(self.record_bytes(index) for index, _ in moving) / elements
         gradient = mean(c.gradient.element_size() * (c.gradient_at_rest is None) for _, c in moving)
         weight = mean(c.local_shard.element_size() * (c.weights_at_rest is None) for _, c in moving)
-        read = mean(c.gradient.element_size() for _, c in moving)
-        return UpdateBytes(elements, len(moving), record, gradient, weight, 2 * record + read)
+        all_gradients = mean(c.gradient.element_size() for _, c in moving)
+        all_weights = mean(c.local_shard.element_size() for _, c in moving)
+        return UpdateBytes(
+            elements, len(moving), record, gradient, weight, 2 * record + all_gradients,
+            resting_gradient=all_gradients - gradient, resting_weight=all_weights - weight,
+            reads_weights=any(c.updates_weights for _, c in moving),
+        )  # fmt: skip
 
     @property
     def peak_lr(self) -> float:
@@ -244,11 +256,16 @@ class ChunkOptimizer(OptimizerState):
         state = self._brought(index, is_whole=all(used))
         with self.work_timer.during(chunk.device) if self.tiers else nullcontext():
             apply(chunk, state, self._ops)
+        if self.shards:
+            self.shards.used(index)
 
     def remake(self, chunk: Chunk) -> None:
         """In place of an update that a step skips: copy time-shared weights from their masters, because gradients have
         overwritten them."""
-        self._brought(self._index[chunk.spec.id], is_whole=False)
+        index = self._index[chunk.spec.id]
+        self._brought(index, is_whole=False)
+        if self.shards:
+            self.shards.used(index)
 
     def _brought(self, index: int, *, is_whole: bool) -> Mapping[str, Tensor]:
         """The state of a chunk on the device, beside its weights and gradient. `is_whole`: all weights are written
@@ -409,15 +426,17 @@ class ChunkOptimizer(OptimizerState):
 
     def _move(self, action: Action) -> None:
         part, index = part_of(action.chunk or 0, len(self._chunks))
-        if part is not ChunkPart.RECORD:
+        is_up = action.kind is ActionKind.FETCH
+        if part is ChunkPart.RECORD:
+            assert self.tiers is not None
+            self.tiers.move(action)
+        elif self._is_on_host(index):
             updates = self.host_updates
             assert updates is not None
-            updates.take_up(index) if action.kind is ActionKind.FETCH else updates.bring(index, part)
-            return
-        assert self.tiers is not None
-        self.tiers.move(action)
-        if self.shards and action.resource != DISK:
-            self.shards.fetch(index) if action.kind is ActionKind.FETCH else self.shards.evict(index)
+            updates.take_up(index) if is_up else updates.bring(index, part)
+        else:
+            assert self.shards is not None
+            self.shards.fetch(index, part) if is_up else self.shards.evict(index)
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -461,25 +480,25 @@ class ChunkOptimizer(OptimizerState):
         self.tiers.settle_places(self.arena)
         if self.shards:
             self.shards.settle(self.tiers.on_host, self.arena)
-            for index, chunk in enumerate(self._chunks):
-                if chunk.weights_at_rest is not None or chunk.gradient_at_rest is not None:
-                    moving.add(index)
         self._settle_host_updates()
         for chunk in self._chunks:  # of this step's gradients none has left since
             if chunk.state is GradientState.REDUCED:
                 self.send_gradient(chunk)
-        self.plan = self.planned(moving, self._on_device, self.tiers.on_disk)
+        streamed = self.shards.streamed if self.shards else RECORDS_ALONE
+        self.plan = self.planned(moving, self.tiers.on_disk, streamed)
 
     def planned(
-        self, moving: Collection[int] | None, on_device: Collection[int], on_disk: Collection[int]
-    ) -> Plan:
-        """The updates. `moving`: the chunks with state off the device, None: all or none. `on_device`, `on_disk`: those
-        whose records are there."""
+        self, moving: Collection[int] | None, on_disk: Collection[int],
+        streamed: Mapping[int, Streaming] = RECORDS_ALONE,
+    ) -> Plan:  # fmt: skip
+        """The updates. `moving`: the chunks with records off the device, None: all or none; those `on_disk` are there.
+        `streamed`: what is copied beside records, for updates on the device."""
         crossings = self.host_updates.crossings if self.host_updates else ON_DEVICE
         return update_plan(
             len(self._chunks), ahead=self.mix.ahead if self.tiers else None, ahead_down=self.mix.ahead_down,
             below=READ_AHEAD, moving=moving, on_disk=on_disk, early=self.mix.early, backward=self._backward,
-            on_host={index: crossing for index, crossing in crossings.items() if index not in on_device},
+            on_host={i: crossing for i, crossing in crossings.items() if moving is None or i in moving},
+            streamed=streamed,
         )  # fmt: skip
 
     def share_first_arena(self, arena: Arena) -> None:

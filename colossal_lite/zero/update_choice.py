@@ -57,6 +57,7 @@ class UpdateChoice:
         """Raises ValueError for a file of rates that cannot be read."""
         self._memory = memory = config.memory
         self._recomputes = config.activation_checkpoint == "full"
+        self._gathers_ahead = config.zero.prefetch if config.zero.stage == 3 else 0
         self._ops, self._device, self._gather = ops, device, gather
         self.found: UpdateOn | None = None
         """The mix that "auto" chose, in the config's form; None under another setting."""
@@ -99,7 +100,9 @@ class UpdateChoice:
 
     def _compute(self, seconds: float) -> None:
         longest_s = max(self._gather(seconds)) if self.is_found else seconds
-        self.computing = Computing.of(longest_s, recomputes=self._recomputes)
+        self.computing = Computing.of(
+            longest_s, recomputes=self._recomputes, gathers_ahead=self._gathers_ahead
+        )
 
     def __call__(self, work: UpdateBytes, ids: Sequence[int]) -> UpdateMix:
         """Collective under "auto", and where chunks are named. `ids`: as `mix_of` has them. Raises ValueError where

@@ -3,6 +3,8 @@ device."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,11 +12,12 @@ import torch
 
 import colossal_lite as cl
 from colossal_lite.engine.engine import Engine
-from colossal_lite.offload.pieces import VISITING, StateKind
+from colossal_lite.offload.pieces import LEAVING, VISITING, StateKind
 from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.optimizer_updates import ChunkPart, run_of
+from colossal_lite.schedule.optimizer_updates import Awaited, ChunkPart, Streaming, run_of
+from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import simulate
-from colossal_lite.schedule.step_moments import ACCUMULATING
+from colossal_lite.schedule.step_moments import ACCUMULATING, SharedInterval
 from colossal_lite.schedule.update_mix import UpdateMix
 from tests.offload.test_waiting import (
     LAYERS,
@@ -22,6 +25,7 @@ from tests.offload.test_waiting import (
     RECORD_BYTES,
     Model,
     Seconds,
+    budgeted,
     drawn_mix,
     last_step_s,
     on_the_clock,
@@ -29,7 +33,6 @@ from tests.offload.test_waiting import (
 from tests.shared.pool import RankEnv, run_world
 from tests.shared.virtual import Clock
 
-RECORDS = VISITING[StateKind.OPTIMIZER].what
 STEPS = 8
 """The first begins with all records on the host."""
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -38,65 +41,135 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "half of the records": dict(placement="static", host_fraction=dict(optimizer=0.5)),
     "a budget": dict(placement="auto", device_budget=880_000),
 }
+LEAVES = {
+    VISITING[StateKind.OPTIMIZER].what: ChunkPart.RECORD,
+    VISITING[StateKind.WEIGHTS].what: ChunkPart.WEIGHTS,
+    LEAVING.what: ChunkPart.GRADIENT,
+}
+"""What is copied from its place in the arena."""
+COMES = {
+    (ActionKind.B, ChunkPart.RECORD): (ACCUMULATING, LEAVING.what, SharedInterval.GRADIENTS),
+    (ActionKind.FETCH, ChunkPart.RECORD): (VISITING[StateKind.OPTIMIZER].what,),
+    (ActionKind.FETCH, ChunkPart.GRADIENT): (VISITING[StateKind.GRADIENTS].what,),
+    (ActionKind.FETCH, ChunkPart.WEIGHTS): (VISITING[StateKind.WEIGHTS].what,),
+    (ActionKind.UPDATE, ChunkPart.RECORD): (VISITING[StateKind.WEIGHTS].what, SharedInterval.WEIGHTS),
+}
+"""What gets its place in the arena when a layer or a part of its chunk has this action."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Virtual seconds of the last of some real steps, and what they were planned as."""
+
+    step_s: float
+    on_host: list[int]
+    """The chunks that the host updates."""
+    moving: list[int]
+    """Those whose records are off the device."""
+    streamed: dict[int, Streaming]
+    mix: UpdateMix
+    gathers_ahead: int
+    prepares: int | None
+    """How many records come in backward."""
+    awaited: Awaited
+    sizes_bytes: dict[int, int]
+    """By the numbers of the plan."""
 
 
 def ran_mixed(
-    env: RankEnv, seconds: Seconds, memory: dict[str, Any], stage: int
-) -> tuple[float, list[int], list[int], UpdateMix, int | None, dict[int, list[int]]]:
-    """Virtual seconds of the last of some real steps; the chunks that the host updates, and those whose records are off
-    the device; how early copies begin; how many come in backward; and what computing waits for after the
-    backward of each layer."""
+    env: RankEnv, seconds: Seconds, memory: dict[str, Any], stage: int, precision: str = "fp32",
+    share: float | None = None,
+) -> Ran:  # fmt: skip
+    """`share` of a budget between the least and the most that it can use."""
     clock = Clock()
-    rates = dict(up=round(RECORD_BYTES / seconds.copy))
-    config = dict(precision="fp32", optimizer=dict(type="adamw", lr=0.1), zero=dict(stage=stage))
+    memory = memory | dict(rates=dict(up=round(RECORD_BYTES / seconds.copy)))
+    optimizer = dict(type="adamw", lr=0.1)
+    config = dict(precision=precision, optimizer=optimizer, zero=dict(stage=stage), memory=memory)
+    if share is not None:
+        config = budgeted(env, config, seconds, share)
     ids = torch.arange(8).view(2, 4)
-    with (
-        env.launch(config | dict(memory=memory | dict(rates=rates))) as context,
-        on_the_clock(clock, seconds),
-    ):
+    with env.launch(config) as context, on_the_clock(clock, seconds):
         engine = cl.initialize(Model(clock, seconds), context=context)
         for _ in range(STEPS):
             before_s = clock.now_s
             engine.train_step((ids, ids.roll(1)))
-        optimizer, chunks = engine._optimizer, engine._chunks
+        optimizer, chunks, shards = engine._optimizer, engine._chunks, engine._optimizer.shards
         on_host = [i for i, chunk in enumerate(chunks) if optimizer.is_updated_on_host(chunk)]
         away = [
             i for i, c in enumerate(chunks) if c.weights_at_rest is not None or c.gradient_at_rest is not None
         ]
-        assert {*away} <= {*on_host}, "sums that rest on the host leave as those that are only updated there"
+        streamed = shards.streamed if shards else {}
+        assert {*away} <= {*on_host, *streamed}
         moving = [i for i in range(LAYERS) if i not in optimizer._on_device]
-        mix, prepares = optimizer.mix, None if optimizer.shards is None else len(optimizer.early_records)
-        return clock.now_s - before_s, on_host, moving, mix, prepares, awaited_by(engine, away)
+        prepares = None if shards is None else len(optimizer.early_records)
+        sums = [ChunkPart.GRADIENT.of(chunk, LAYERS) for chunk in away]
+        sizes = {
+            part.of(i, LAYERS): size
+            for i, c in enumerate(chunks)
+            for part, size in zip(
+                ChunkPart, (optimizer.record_bytes(i), c.gradient.nbytes, c.resting_bytes), strict=True
+            )
+        }
+        step_s = clock.now_s - before_s
+        return Ran(
+            step_s,
+            on_host,
+            moving,
+            streamed,
+            optimizer.mix,
+            int(stage == 3),
+            prepares,
+            awaited_by(engine, sums),
+            sizes,
+        )
 
 
-def awaited_by(engine: Engine, away: list[int]) -> dict[int, list[int]]:
-    """For each layer the records over whose places its gradient comes. After the last backward, all gradients that rest
-    on the host."""
-    found = {0: [ChunkPart.GRADIENT.of(chunk, LAYERS) for chunk in away]}
+def awaited_by(engine: Engine, sums: list[int]) -> Awaited:
+    """What each action waits for, because its place in the arena lies over that of copies on their way. After the last
+    backward these are all `sums` that rest on the host."""
+    found: dict[tuple[ActionKind, int], list[int]] = {(ActionKind.B, 0): sums}
     arena = engine._optimizer.arena
-    for layer in range(LAYERS) if arena is not None else ():
-        records = [one.number for one in arena.plan.live_ranges if one.what == RECORDS]
-        over = [n for n in records if arena._meet((ACCUMULATING, layer), (RECORDS, n))]
-        found[layer] = found.get(layer, []) + over
+    keys = [] if arena is None else [(one.what, one.number) for one in arena.plan.live_ranges]
+    for (kind, part), kinds in COMES.items():
+        for what, chunk in keys:
+            if what in kinds:
+                over = [
+                    LEAVES[other].of(n, LAYERS)
+                    for other, n in keys
+                    if other in LEAVES
+                    and (other, n) != (what, chunk)
+                    and arena._meet((what, chunk), (other, n))
+                ]
+                key = kind, part.of(chunk, LAYERS)
+                found[key] = found.get(key, []) + over
     return found
 
 
 def assert_as_simulated(seed: int, placement: str) -> None:
     """Within 0.1 % of the step, by the clock of planted seconds."""
     seconds, how, _ = drawn_mix(seed)
-    memory = PLACEMENTS[placement] | dict(update_on=how)
-    ((real_s, on_host, moving, mix, prepares, awaited),) = run_world(ran_mixed, 1, seconds, memory, 2)
-    assert on_host and (placement in ("host", "all records")) is (len(moving) == LAYERS)
+    (ran,) = run_world(ran_mixed, 1, seconds, PLACEMENTS[placement] | dict(update_on=how), 2)
+    assert ran.on_host and (placement in ("host", "all records")) is (len(ran.moving) == LAYERS)
+    assert_so(ran, seconds)
+
+
+def assert_so(ran: Ran, seconds: Seconds) -> None:
     plan, held = run_of(
-        [[number] for number in range(LAYERS)], STEPS, ahead=mix.ahead, ahead_down=mix.ahead_down, moving=moving,
-        on_host={chunk: ON_HOST[chunk] for chunk in on_host}, early=True, prepares=prepares,
-        awaited=awaited,
+        [[number] for number in range(LAYERS)], STEPS, ahead=ran.mix.ahead, ahead_down=ran.mix.ahead_down,
+        moving=ran.moving, on_host={chunk: ON_HOST[chunk] for chunk in ran.on_host}, streamed=ran.streamed, early=True,
+        prepares=ran.prepares, gathers_ahead=ran.gathers_ahead, awaited=ran.awaited,
     )  # fmt: skip
     check(plan, memory=held)
-    assert real_s == pytest.approx(last_step_s(simulate(plan, seconds, memory=held), STEPS), rel=1e-3)
+
+    def cost(action: Action) -> float:
+        if action.kind in (ActionKind.FETCH, ActionKind.EVICT):
+            return ran.sizes_bytes[action.chunk or 0] / round(RECORD_BYTES / seconds.copy)
+        return seconds(action)
+
+    assert ran.step_s == pytest.approx(last_step_s(simulate(plan, cost, memory=held), STEPS), rel=1e-3)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [*PLACEMENTS])
 def test_a_step_with_a_mix_takes_what_the_simulator_says_wherever_records_rest(placement: str) -> None:
     assert_as_simulated(1, placement)
 
@@ -106,3 +179,44 @@ def test_a_step_with_a_mix_takes_what_the_simulator_says_wherever_records_rest(p
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_so_do_steps_of_thirty_drawn_mixes(placement: str, seed: int) -> None:
     assert_as_simulated(seed, placement)
+
+
+RESTING: dict[str, dict[str, float]] = {
+    "all": dict(optimizer=1.0, weights=1.0, gradients=1.0),
+    "records and weights": dict(optimizer=1.0, weights=1.0),
+    "records and gradients": dict(optimizer=1.0, gradients=1.0),
+    "half of all": dict(optimizer=0.5, weights=0.5, gradients=0.5),
+    "gradients alone": dict(gradients=1.0),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("what", RESTING)
+def test_so_does_a_step_whose_weights_or_gradients_rest_on_the_host(what: str, precision: str) -> None:
+    seconds, _, _ = drawn_mix(1)
+    memory = dict(placement="static", host_fraction=RESTING[what], update_on="device")
+    (ran,) = run_world(ran_mixed, 1, seconds, memory, 3, precision)
+    assert_so(ran, seconds)
+
+
+def assert_drawn_as_simulated(seed: int) -> None:
+    seconds, _, _ = drawn_mix(seed)
+    draw = Random(1000 + seed)
+    stage, precision = draw.choice([1, 2, 3, 3]), draw.choice(["fp32", "bf16"])
+    share, memory = draw.choice([0.0, 0.2, 0.5, 0.8]), dict(placement="auto", device_budget=2**40)
+    if draw.random() < 0.5:
+        shares = {kind: draw.choice([0.3, 0.5, 1.0]) for kind in ("weights", "gradients", "optimizer")}
+        share, memory = None, dict(placement="static", host_fraction=shares)
+    (ran,) = run_world(ran_mixed, 1, seconds, memory | dict(update_on="device"), stage, precision, share)
+    assert_so(ran, seconds)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_so_does_a_step_of_drawn_shares_or_a_drawn_budget(seed: int) -> None:
+    assert_drawn_as_simulated(seed)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(4, 60))
+def test_so_do_steps_of_more_of_them(seed: int) -> None:
+    assert_drawn_as_simulated(seed)

@@ -164,6 +164,29 @@ def test_a_plan_prints_the_mix_with_its_lanes_and_seconds(update_on: Any) -> Non
     assert re.search(r"of \d+ chunks are updated on the host: host .* up .* s simulated; a step of", told)
 
 
+@pytest.mark.parametrize("update_on", ["device", "host", {"every": 2}, "auto"])
+@pytest.mark.parametrize("where", [dict(placement="auto", device_budget="1GB"), dict(placement="static")])
+def test_so_does_one_whose_weights_and_gradients_may_rest_on_the_host(
+    update_on: Any, where: dict[str, Any]
+) -> None:
+    """At ZeRO-3. What rests there crosses the link too, and a step is no shorter than its lanes."""
+    model = GPTConfig(vocabulary=64, layers=2, heads=2, width=16, sequence=8)
+    shares = dict(host_fraction=dict(optimizer=1.0, weights=1.0, gradients=1.0))
+    memory = where | dict(update_on=update_on, rates=RATES | dict(flops=1e9))
+    memory |= shares if where["placement"] == "static" else {}
+    config = dict(zero=dict(stage=3), precision="bf16", memory=memory)
+    made = plan(config, model, batch=2, sequence=8, world_size=2)
+    found = re.search(r"up ([\d.e-]+) s, down ([\d.e-]+) s.* a step of ([\d.e-]+) s", made.updates)
+    assert found is not None
+    up_s, down_s, step_s = map(float, found.groups())
+    assert max(up_s, down_s) <= step_s * 1.01
+    if where["placement"] == "static" and update_on == "device":
+        held = {row.kind: row.bytes for row in made.memory if row.tier == "host"}
+        # The first forward has the weights from their updates.
+        assert up_s == pytest.approx((held["optimizer"] + held["gradients"]) / 50e9, rel=0.01)
+        assert down_s == pytest.approx((held["optimizer"] + held["weights"]) / 50e9, rel=0.01)
+
+
 def without_records(env: RankEnv, memory: dict[str, Any]) -> tuple[list[float], int]:
     """Losses, and how many chunks the host updates."""
     config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), memory=memory, timeout_s=30)

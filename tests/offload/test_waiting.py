@@ -354,6 +354,19 @@ OFF_DEVICE: dict[str, tuple[dict[str, Any], int]] = {
 """What rests on the host, and the ZeRO stage."""
 
 
+def budgeted(env: RankEnv, config: dict[str, Any], seconds: Seconds, share: float) -> dict[str, Any]:
+    """The config with a budget between the least and the most that it can use."""
+    clock, ids = Clock(), torch.arange(8).view(2, 4)
+    with env.launch(config) as context, on_the_clock(clock, seconds):
+        engine = cl.initialize(Model(clock, seconds), context=context)
+        engine.train_step((ids, ids.roll(1)))
+        free = placement_of(engine)
+        least, whole = (
+            place(free.pieces, dict(free.fixed), at, free.beside).device_bytes for at in (1, 2**40)
+        )
+    return config | dict(memory=config["memory"] | dict(device_budget=round(least + share * (whole - least))))
+
+
 def busiest_s(
     env: RankEnv,
     memory: dict[str, Any],
@@ -371,14 +384,7 @@ def busiest_s(
     )  # fmt: skip
     ids = torch.arange(8).view(2, 4)
     if share is not None:
-        with env.launch(config) as context, on_the_clock(clock, seconds):
-            engine = cl.initialize(Model(clock, seconds), context=context)
-            engine.train_step((ids, ids.roll(1)))
-            free = placement_of(engine)
-            least, whole = (
-                place(free.pieces, dict(free.fixed), at, free.beside).device_bytes for at in (1, 2**40)
-            )
-            config["memory"] = config["memory"] | dict(device_budget=round(least + share * (whole - least)))
+        config = budgeted(env, config, seconds, share)
     with env.launch(config) as context, on_the_clock(clock, seconds):
         engine = cl.initialize(Model(clock, seconds), context=context)
         for _ in range(STEPS):

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 import pytest
 
 from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing, memory_of, update_plan
+from colossal_lite.schedule.optimizer_updates import (
+    ChunkPart,
+    Crossing,
+    Streaming,
+    memory_of,
+    run_of,
+    update_plan,
+)
 from colossal_lite.schedule.plan import CPU, D2H, DISK, H2D, Action, ActionKind, Memory, Plan, PlanError
 from colossal_lite.schedule.simulator import simulate
 
@@ -103,6 +110,43 @@ def test_the_plan_of_updates_on_the_host_reads_as_it_runs() -> None:
         "0FETCH#0@disk 0FETCH#1@disk 0EVICT#2 0UPDATE#0@cpu 0EVICT#3 0UPDATE#1@cpu 0FETCH#4 0EVICT#0@disk "
         "0FETCH#5 0EVICT#1@disk"
     )
+
+
+ALL_STREAMED = Streaming((ChunkPart.WEIGHTS, ChunkPart.GRADIENT), (ChunkPart.WEIGHTS,))
+
+
+def test_the_plan_says_what_is_copied_beside_records_for_updates_on_the_device() -> None:
+    """Of two chunks #2 and #3 are the gradients, #4 and #5 the weights."""
+    assert str(update_plan(2, ahead=1, streamed={0: Streaming((ChunkPart.GRADIENT,)), 1: ALL_STREAMED})) == (
+        "0FETCH#0 0FETCH#2 0FETCH#1 0FETCH#5 0FETCH#3 0UPDATE#0 0EVICT#0 0UPDATE#1 0EVICT#1 0EVICT#5"
+    )
+    alone = {0: Streaming((), (ChunkPart.WEIGHTS,))}
+    assert str(update_plan(2, ahead=1, moving=(), streamed=alone)) == "0UPDATE#0 0EVICT#4 0UPDATE#1"
+    assert str(update_plan(2, ahead=1, streamed={1: ALL_STREAMED}, backward=True)) == (
+        "0FETCH#1 0FETCH#5 0FETCH#3 0FETCH#0 0UPDATE#1 0EVICT#1 0EVICT#5 0UPDATE#0 0EVICT#0"
+    )
+
+
+@pytest.mark.parametrize(
+    "left_out, fault",
+    [
+        ("1FETCH#5", "chunk 5 is not on the device"), ("1EVICT#9", "chunk 9 ends on"),
+        ("1EVICT#5", "chunk 5 is not on the host"), ("1FETCH#9", "chunk 9 is not on the device"),
+    ],
+)  # fmt: skip
+def test_a_run_that_leaves_out_a_copy_of_streamed_weights_or_gradients_is_refused(
+    left_out: str, fault: str
+) -> None:
+    run, held = run_of(
+        [[0], [1], [2], [3]], 2, ahead=1, prepares=0, streamed=dict.fromkeys(range(4), ALL_STREAMED)
+    )
+    check(run, memory=held)
+    words = str(run).split()
+    words.reverse()
+    words.remove(left_out)  # the last one
+    words.reverse()
+    with pytest.raises(PlanError, match=fault):
+        check(Plan.parse(" ".join(words)), memory=held)
 
 
 @pytest.mark.parametrize("crossing", CROSSINGS)
