@@ -30,6 +30,7 @@ from colossal_lite.data.map_loader import MapDataset
 from colossal_lite.distributed.key_value_store import LimitedStore
 from colossal_lite.distributed.progress import LEFT, reason_of
 from colossal_lite.engine.determinism import refused_by_name
+from colossal_lite.engine.open_engines import OpenEngines
 from colossal_lite.engine.stopping import Stopped, StopSignals, worker_died
 from colossal_lite.numerics.torch_modes import outside_inference
 
@@ -65,6 +66,8 @@ class Context:
     _endings: list[Callable[[], Stopped | None]] = field(default_factory=list)
     models: WeakSet[nn.Module] = field(default_factory=WeakSet)
     """The models that engines of this context train."""
+    engines: OpenEngines = field(default_factory=OpenEngines)
+    """Where each engine of this context saves, and where a loop over several may stop."""
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
     """Of the saves and loads of all engines of this context: no two may share keys in the store."""
 

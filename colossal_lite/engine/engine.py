@@ -238,7 +238,8 @@ class Engine:
         been updated with it then, so load a checkpoint.
 
         If a rank has received a stop signal, raises `Stopped` after the callbacks, on every rank. The state is saved
-        first, in the directory of `save_on_stop`, or where this engine last saved or resumed."""
+        first, in the directory of `save_on_stop`, or where this engine last saved or resumed. In a loop over several
+        engines the last of a round raises it, and all are saved (engine/open_engines.py)."""
         refuse_closure(closure)
         self._hooks.held.release()
         if self._open.totals is None:
@@ -285,8 +286,8 @@ class Engine:
         if (told := self._open.sizes.note(totals.samples)) and self.context.is_main:
             warnings.warn(told, stacklevel=3)
         self._skips.note(self.steps if skipped else None, totals, tells=self.context.is_main)
-        if totals.stop:
-            raise self._state.stop()
+        if self.context.engines.stepped(self._state, stop=totals.stop):
+            raise self._state.stop_all()
         return result
 
     def eval_step(self, batch: Any) -> Tensor:
@@ -431,7 +432,7 @@ class Engine:
         `Stopped` with exit code 4 if that were `checkpoint.max_failures` saves in a row.
 
         Between backward and step it writes the state before the step.  Raises ValueError there if a forward of the step
-        has changed a buffer.
+        has changed a buffer. Raises ValueError if another open engine of this context saves to the directory.
         """
         self._refuse_half_step("save")
         return self._state.save(folder_given("save", directory), samples=samples, extra=extra)
@@ -466,11 +467,11 @@ class Engine:
         extra: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Save to this directory when a signal stops the run, with `extra` and with `samples()` (None: as counted).
-        Otherwise that is where the engine has saved to last, or resumed from, with the `extra` of then."""
-        point = StopPoint(
-            self.context.is_main, folder_given("save_on_stop", directory), extra or {}, samples, is_given=True
-        )
-        self._state.stop_point = point
+        Otherwise that is where the engine has saved to last, or resumed from, with the `extra` of then. Raises
+        ValueError if another open engine of this context saves there."""
+        folder = folder_given("save_on_stop", directory)
+        self.context.engines.saves("save_on_stop", folder, self._state)
+        self._state.stop_point = StopPoint(self.context.is_main, folder, extra or {}, samples, is_given=True)
 
     # ---- reports ----
 
@@ -544,6 +545,7 @@ class Engine:
             self._refuse_ended("close")
         self._is_closed = True
         self.context.models.discard(self.model)
+        self.context.engines.closed(self._state)
         self._state.close_checkpoints()
         self._state.regain_weights()
         parked = self._state.park()
@@ -558,6 +560,7 @@ class Engine:
         """Called when the context closes before the engine. Gates stay on sharded weights: a forward through them
         raises."""
         self._is_closed = True
+        self.context.engines.closed(self._state)
         self._parts.detach()
         is_whole = not isinstance(self._weights, ShardedWeights) and not self._weights.has_deferred
         if is_whole and (self.mesh.world_size == 1 or not self.context.first_failure()):

@@ -122,6 +122,7 @@ class EngineState:
         self._updates.refuse_within("save")
         self.refuse_mixed("save")
         self.refuse_changed("save")
+        self._context.engines.saves("save", directory, self)
         self.checkpoints.settle()
         self._end_after_failures()
         self.stop_point = self.stop_point.after(directory, extra or {})
@@ -146,6 +147,11 @@ class EngineState:
             held = list(self.full.held())
             return self.checkpoints.save(directory, held, facts, asynchronous=config.checkpoint.asynchronous)
 
+    def stop_all(self) -> Stopped:
+        """Stop this engine and the others of its loop. Returns the error to raise, with the worst code. Collective."""
+        stopped = [each.stop() for each in (self, *self._context.engines.others(self))]
+        return max(stopped, key=lambda each: int(each.code or 0))
+
     def stop(self) -> Stopped:
         """Save at the stop point and print it; returns the error to raise. Collective."""
         self.checkpoints.settle()
@@ -154,6 +160,7 @@ class EngineState:
             assert point.directory is not None
             if point.samples is not None:
                 self._step.samples_before = point.samples()
+            self._context.engines.saves("save", point.directory, self)
             self.refuse_mixed("save")
             return self._save(point.directory, point.extra).wait()
 
@@ -199,6 +206,7 @@ class EngineState:
         else:
             self._use_loaded(loaded)
             folder = directory.parent if directory == loaded.path else directory
+            self._context.engines.takes(folder, self)
             self.stop_point = self.stop_point.after(folder, loaded.manifest.extra)
         return loaded
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,3 +41,97 @@ def two_engines(env: RankEnv, folder: str, slow: int) -> list[float]:
 def test_saves_and_loads_of_two_engines_of_one_context_are_apart(slow: int, tmp_path: Path) -> None:
     """Their messages once had the same keys: a rank heard those of the other engine's save."""
     assert run_world(two_engines, 2, str(tmp_path), slow) == [[0.0] * 4] * 2
+
+
+BATCHES = torch.randn(6, 4, 4, generator=torch.Generator().manual_seed(2)).double()
+LABELS = torch.arange(24).view(6, 4) % 6
+
+
+def made(context: cl.Context, seed: int) -> cl.Engine:
+    torch.manual_seed(seed)
+    return cl.initialize(torch.nn.Linear(4, 6), context=context)
+
+
+def one_loop(
+    env: RankEnv, folder: str, at: tuple[int, int, int] | None, critics: int, own: bool
+) -> list[Any]:
+    """A loop over a critic of several steps and its generator. `at`: the rank, round and step that get a signal."""
+    rows, steps = [], [0] * critics + [1]
+    with suppress(cl.Stopped), env.launch(dict(precision="fp64", timeout_s=20)) as context:
+        engines = [made(context, seed) for seed in (0, 1)]
+        for engine, name in zip(engines, "ab", strict=True):
+            engine.resume(Path(folder) / name)
+            if own:
+                engine.save_on_stop(Path(folder) / name)
+        for turn in range(engines[1].steps, 6):
+            batch = context.local_batch((BATCHES[turn], LABELS[turn]))
+            for number, which in enumerate(steps):
+                if at == (env.rank, turn, number):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                row = [turn, number, 0.0]
+                rows.append(row)
+                row[2] = engines[which].train_step(batch).loss.item()
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("critics", "at", "round_", "own"),
+    [(1, (0, 2, 0), 2, True), (1, (1, 2, 1), 2, False), (3, (1, 2, 1), 2, True)],
+)
+def test_a_signal_stops_a_loop_over_two_engines_after_a_round_and_saves_both(
+    critics: int, at: tuple[int, int, int], round_: int, own: bool, tmp_path: Path
+) -> None:
+    """It once stopped after the step of the first engine, and the other was not saved: it began anew in silence."""
+    whole = run_world(one_loop, 2, str(tmp_path / "whole"), None, critics, own)[0]
+    run_world(one_loop, 2, str(tmp_path / "two"), at, critics, own)
+    steps = [[path.name for path in listed(tmp_path / "two" / name)] for name in "ab"]
+    turns = round_ + 1
+    assert steps == [[f"step-{turns * critics:08}"], [f"step-{turns:08}"]]
+    later = run_world(one_loop, 2, str(tmp_path / "two"), None, critics, own)[0]
+    assert later == whole[turns * (critics + 1) :]
+
+
+def of_phases(env: RankEnv, folder: str) -> int:
+    """One engine trains alone after the other, and both stay open; then a signal comes."""
+    engines: list[cl.Engine] = []
+    with suppress(cl.Stopped), env.launch(dict(precision="fp64", timeout_s=20)) as context:
+        engines += [made(context, seed) for seed in (0, 1)]
+        batch = context.local_batch((BATCHES[0], LABELS[0]))
+        for engine, name in zip(engines, "ab", strict=True):
+            engine.save_on_stop(Path(folder) / name)
+            for step in range(5):
+                if engine is engines[1] and step == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                engine.train_step(batch)
+    return engines[1].steps
+
+
+def test_a_signal_in_a_second_phase_of_training_waits_for_no_round(tmp_path: Path) -> None:
+    assert run_world(of_phases, 2, str(tmp_path)) == [3, 3]
+    assert [[path.name for path in listed(tmp_path / name)] for name in "ab"] == [
+        ["step-00000005"],
+        ["step-00000003"],
+    ]
+
+
+def one_folder(env: RankEnv, folder: str, how: str) -> str:
+    """What is told to a second engine that would save where the first does, and whose weights are there."""
+    place = Path(folder)
+    with env.launch(dict(precision="fp64", timeout_s=20)) as context:
+        first, second = (made(context, seed) for seed in (0, 1))
+        first.save(place)
+        if how == "loaded":
+            second.resume(place)
+            second, first = first, second
+        with pytest.raises(ValueError) as told:
+            (second.save_on_stop if how == "stop" else second.save)(place)
+        second.close()
+        first.save(place)  # as the message says
+    return str(told.value)
+
+
+@pytest.mark.parametrize("how", ["save", "stop", "loaded"])
+def test_two_open_engines_do_not_save_to_one_directory(how: str, tmp_path: Path) -> None:
+    """Both once resumed with the weights of the last that had saved."""
+    for text in run_world(one_folder, 2, str(tmp_path), how):
+        assert "has the checkpoints of another open engine of this context" in text
