@@ -2,14 +2,15 @@
 
 Note: losses without a count.
 A step takes the mean of the losses of its ranks.  That is the mean over all labels only where each rank has equally
-many.  The nodes of `cross_entropy` and `nll_loss` keep their labels and class weights, and a division keeps what it
-divides by.  So ranks can compare these.  The walk goes from the loss through sums of losses alone.  It ends at a
-factor, by which a rank may weigh its own mean.  Tensors that a hook has packed are left alone.  To unpack one may run
-a forward again (torch.utils.checkpoint).
+many.  So ranks compare by what their means divide.  The walk goes from the loss through sums, means and products with
+one number.  A mean keeps its sizes, a product its factor, and `nll_loss` its labels and class weights.  A rank may
+weigh its own mean by a factor.  So each divisor is given alone, and over the factors above it.  Tensors that a hook has
+packed are left alone.  To unpack one may run a forward again (torch.utils.checkpoint).
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -18,39 +19,79 @@ from torch import Tensor
 from colossal_lite.memory.transfers import sent
 
 MEAN = 1  # the number of torch for reduction="mean"
-SUMS = "Add Sub Neg View Squeeze Unsqueeze ToCopy Clone Alias".split()
+SAME = "Sum Neg View UnsafeView Squeeze Unsqueeze Transpose Permute Stack Cat ToCopy Clone Alias".split()
+"""Operations whose result has each number of their inputs with a factor of 1 or -1."""
 
 
 def denominators(loss: Tensor) -> Tensor | None:
-    """The numbers by which the means in `loss` divide, float64 [means] in the order of its graph. None without one."""
-    found, nodes, seen = list[Tensor](), [loss.grad_fn], set[Any]()
+    """For each mean in `loss` what it divides by, and that over the factors above it: float64 [means, 2], in the order
+    of the graph. None without a mean."""
+    one = torch.ones((), dtype=torch.float64)
+    nodes: list[tuple[Any, Tensor | None, Tensor]] = [(loss.grad_fn, None, one)]
+    found, seen = list[Tensor](), set[Any]()
     while nodes:
-        node: Any = nodes.pop()
+        node, divisor, factor = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        stem = node.name().rstrip("0123456789").removesuffix("Backward")
-        if stem in ("NllLoss", "NllLoss2D"):
-            found += _of_labels(node)
-        elif stem == "Div":
-            divisor = _saved(node, "other")
-            if divisor is not None and divisor.numel() == 1:
-                found.append(divisor.detach().reshape(()).double())
-                nodes += [before for before, _ in node.next_functions[:1]]
-        elif stem in SUMS and getattr(node, "_saved_alpha", 1) == 1:
-            nodes += [before for before, _ in node.next_functions]
-    return torch.stack([sent(x, loss.device) for x in found]) if found else None
+        further = _inputs(node)
+        for before, by, times in further:
+            nodes.append((before, _product(divisor, by), factor if times is None else factor * times))
+        if not further and (divisor := _product(divisor, _of_a_reduction(node))) is not None:
+            found += [sent(x, loss.device) for x in (divisor, divisor / factor)]
+    return torch.stack(found).view(-1, 2) if found else None
 
 
-def _of_labels(node: Any) -> list[Tensor]:
-    """The labels of a mean that are not ignored: their number, or the sum of their class weights."""
+def _inputs(node: Any) -> list[tuple[Any, Tensor | None, Tensor | None]]:
+    """The inputs of an operation, each with what it divides them by, and what it multiplies them by. Empty where the
+    walk ends."""
+    before = [each for each, _ in node.next_functions]
+    match node.name().rstrip("0123456789").removesuffix("Backward"):
+        case "Div" if (other := _number(node, "other")) is not None:
+            return [(before[0], other, None)]
+        case "Mul":
+            factors = [_number(node, name) for name, _ in zip(("other", "self"), before, strict=False)]
+            return [(x, None, by) for x, by in zip(before, factors, strict=True) if by is not None]
+        case "Mean":
+            sizes, dims = node._saved_self_sym_sizes, getattr(node, "_saved_dim", ())
+            count = prod(sizes[dim - 2**64 if dim >= 2**63 else dim] for dim in dims or range(len(sizes)))
+            return [(before[0], torch.tensor(float(count), dtype=torch.float64), None)]
+        case "Add" | "Sub":
+            return [(before[0], None, None), *((x, None, _number(node, "alpha")) for x in before[1:])]
+        case stem if stem in SAME:
+            return [(x, None, None) for x in before]
+    return []
+
+
+def _product(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one * other
+
+
+def _of_a_reduction(node: Any) -> Tensor | None:
+    """By what an operation with reduction="mean" divides. None for others. `nll_loss` divides by the labels that are
+    not ignored: their number, or the sum of their class weights."""
+    if getattr(node, "_saved_reduction", None) != MEAN:
+        return None
+    if not node.name().startswith("NllLoss"):
+        x = _saved(node, "self")
+        return None if x is None else torch.tensor(float(x.numel()), dtype=torch.float64)
     target, weight = _saved(node, "target"), _saved(node, "weight")
-    if node._saved_reduction != MEAN or target is None:
-        return []
-    valid = target != node._saved_ignore_index
-    if weight is None:
-        return [valid.sum().double()]
-    return [(weight.detach().double()[target.where(valid, 0)] * valid).sum()]
+    if target is None:
+        return None
+    valid: Tensor = target != node._saved_ignore_index
+    each = valid if weight is None else weight.detach().double()[target.where(valid, 0)] * valid
+    return each.sum(dtype=torch.float64)
+
+
+def _number(node: Any, name: str) -> Tensor | None:
+    """A factor or divisor that is one number, float64. None for other tensors, and for one that a hook has packed."""
+    if not hasattr(node, f"_raw_saved_{name}"):
+        number = getattr(node, f"_saved_{name}", None)
+        return torch.tensor(float(number), dtype=torch.float64) if isinstance(number, int | float) else None
+    tensor = _saved(node, name)
+    if tensor is None or tensor.numel() != 1 or tensor.is_complex():
+        return None
+    return tensor.detach().reshape(()).double()
 
 
 def _saved(node: Any, name: str) -> Tensor | None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import isclose
 from typing import Any
 from zlib import crc32
 
@@ -35,6 +36,8 @@ from colossal_lite.sharding.mesh_layout import AXES
 REPLICA = ("pipeline", "sequence", "tensor")
 STAGE = ("data", "sequence", "tensor")
 """Ranks along these axes have the same modules, or shards of them."""
+SAME_WEIGHT = 1e-5
+"""How far weights of labels may be apart on two ranks, as their factors may be float32."""
 SHOWN = 4
 """Elements of a tensor that a message shows."""
 
@@ -324,7 +327,7 @@ class RankComparison:
         return sum(read.mark for read in self._reads) * self._factor(*AXES)
 
     def _means_term(self) -> Tensor:
-        return fingerprint({f"{number}": x for number, x in enumerate(self._means)}) * self._factor(*AXES)
+        return fingerprint({f"{i}": x[:, 1].float() for i, x in enumerate(self._means)}) * self._factor(*AXES)
 
     def _factor(self, *axes: str) -> int:
         return self.mesh.size(*axes) - 1 if self.mesh.coord(*axes) == 0 else -1
@@ -399,15 +402,24 @@ def _weight_fault(told: Sequence[Mapping[str, Any]]) -> str:
 
 def _means_apart(told: Sequence[Mapping[str, Any]]) -> str:
     """The warning for the first rank whose means divide by other numbers than those of rank 0, or ""."""
-    for rank, row in enumerate(told):
-        if row["means"] != told[0]["means"]:
-            mine, theirs = (", ".join(f"{x:g}" for one in r["means"] for x in one) for r in (told[0], row))
-            return (
-                f"backward: without count the step takes the mean of the ranks' means. These divide by "
-                f"{mine or 'nothing'} on rank 0, and by {theirs or 'nothing'} on rank {rank}. For the mean over all "
-                f"labels: engine.backward(loss, count=n), where a rank's mean divides by n"
-            )
+    every = [[pair for one in row["means"] for pair in one] for row in told]
+    for rank, means in enumerate(every):
+        for mine, theirs in zip_longest(every[0], means):
+            if not _weighs_alike(mine, theirs):
+                mine, theirs = (f"{pair[0]:g}" if pair else "nothing" for pair in (mine, theirs))
+                return (
+                    f"backward: without count the step takes the mean of the ranks' means. These divide by {mine} on "
+                    f"rank 0, and by {theirs} on rank {rank}. For the mean over all labels: engine.backward(loss, "
+                    f"count=n), where a rank's mean divides by n"
+                )
     return ""
+
+
+def _weighs_alike(mine: Sequence[float] | None, theirs: Sequence[float] | None) -> bool:
+    """Whether two ranks' means, [divisor, divisor over factors], have one divisor, or factors that make up for it."""
+    if mine is None or theirs is None:
+        return False
+    return mine[0] == theirs[0] or isclose(mine[1], theirs[1], rel_tol=SAME_WEIGHT)
 
 
 def _length_fault(told: Sequence[Mapping[str, Any]]) -> str:

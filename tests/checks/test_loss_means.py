@@ -42,6 +42,14 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], T
     "divided": (masked, lambda y: (y >= 0).sum()),
     "log": (lambda z, y: F.nll_loss(z.log_softmax(-1).flatten(0, 1), y.flatten()), lambda y: (y >= 0).sum()),
     "halves": (lambda z, y: (mean(z, y) + masked(z, y)) / 2, lambda y: (y >= 0).sum()),
+    "scaled": (lambda z, y: mean(z, y) * 0.5, lambda y: (y >= 0).sum()),
+    "smooth": (lambda z, y: mean(z, y, label_smoothing=0.1), lambda y: (y >= 0).sum()),
+    "smooth class weights": (
+        lambda z, y: mean(z, y, label_smoothing=0.1, weight=WEIGHTS),
+        lambda y: (WEIGHTS[y.clamp(min=0)] * (y >= 0)).sum(),
+    ),
+    "of chosen": (lambda z, y: each(z, y)[y.flatten() >= 0].mean(), lambda y: (y >= 0).sum()),
+    "reciprocal": (lambda z, y: (masked(z, y) + mean(z, y)) * 0.25, lambda y: (y >= 0).sum()),
     "given by the forward": (mean, lambda y: (y >= 0).sum()),
 }  # fmt: skip
 
@@ -116,7 +124,7 @@ def test_of_a_mean_over_other_numbers_of_labels_on_ranks_a_warning_tells_once(na
         assert_exact(name, FEWER, [state])
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "class weights"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if "class weights" not in name])
 def test_a_mean_over_equally_many_labels_needs_no_count(name: str) -> None:
     for told, state in run_world(trained, 2, name, EVEN, False, 0):
         assert not told
@@ -148,11 +156,21 @@ def test_what_a_mean_divides_by_is_read_from_the_graph() -> None:
     z, y = torch.randn(4, 3, WORDS, requires_grad=True), torch.tensor(FEWER)
     read = {name: denominators(loss(z.double(), y)) for name, (loss, _) in LOSSES.items()}
     weighted = float(LOSSES["class weights"][1](y))
-    assert {name: [] if x is None else x.tolist() for name, x in read.items()} == {
-        name: [weighted] if name == "class weights" else [2.0, 9.0, 9.0] if name == "halves" else [9.0]
-        for name in LOSSES
+    expected = {
+        "class weights": [[weighted, weighted]],
+        "halves": [[18.0, 18.0]] * 2,
+        "scaled": [[9.0, 18.0]],
+        "smooth": [[9.0, 9 * WORDS / 0.1], [9.0, 9 / 0.9]],
+        "smooth class weights": [[weighted, weighted * WORDS / 0.1], [weighted, weighted / 0.9]],
+        "reciprocal": [[9.0, 36.0]] * 2,
     }
-    for other in (z.sum(), mean(z, y, reduction="sum"), mean(z, y) * 2, z.square().mean()):
+    for name, found in read.items():
+        assert found is not None
+        pairs = torch.tensor(expected.get(name, [[9.0, 9.0]]), dtype=torch.float64)
+        torch.testing.assert_close(found, pairs, rtol=1e-12, atol=0.0, msg=name)
+    each_mean = z.square().mean((0, -1)).mean() * 2 + F.mse_loss(z, z.detach())
+    assert denominators(each_mean).tolist() == [[60.0, 60.0], [60.0, 30.0]]  # type: ignore[union-attr]
+    for other in (z.sum(), mean(z, y, reduction="sum"), z.sum() * 2):
         assert denominators(other) is None
 
 
