@@ -1,11 +1,12 @@
 """Reads by how many labels a loss is a mean, from its graph.
 
-Note: losses without a count.
-A step takes the mean of the losses of its ranks.  That is the mean over all labels only where each rank has equally
-many.  So ranks compare by what their means divide.  The walk goes from the loss through sums, means and products with
-one number.  A mean keeps its sizes, a product its factor, and `nll_loss` its labels and class weights.  A rank may
-weigh its own mean by a factor.  So each divisor is given alone, and over the factors above it.  Tensors that a hook has
-packed are left alone.  To unpack one may run a forward again (torch.utils.checkpoint).
+Note: means of ranks.
+A step weighs the losses of its ranks by their counts, or alike.  For the mean over all labels each rank's mean divides
+by its count, or all by as many labels.  So ranks compare by what their means divide.  The walk goes
+from the loss through sums, means and products with one number.  A mean keeps its sizes, a product its factor, and
+`nll_loss` its labels and class weights.  A rank may weigh its own mean by a factor.  So each divisor is given alone,
+over the count, and over the factors too.  Tensors that a hook has packed are left alone.  To unpack one may run a
+forward again (torch.utils.checkpoint).
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from torch import Tensor
 from colossal_lite.memory.transfers import sent
 
 MEAN = 1  # the number of torch for reduction="mean"
-SAME = "Sum Neg View UnsafeView Squeeze Unsqueeze Transpose Permute Stack Cat ToCopy Clone Alias".split()
-"""Operations whose result has each number of their inputs with a factor of 1 or -1."""
+SAME = (
+    "Sum Neg View UnsafeView Squeeze Unsqueeze Transpose Permute Select Stack Cat ToCopy Clone Alias "
+    "Where Clamp ClampMin NanToNum"
+).split()
+"""Operations whose result has the numbers of their inputs with a factor of 1, -1 or 0."""
 
 
-def denominators(loss: Tensor) -> Tensor | None:
-    """For each mean in `loss` what it divides by, and that over the factors above it: float64 [means, 2], in the order
-    of the graph. None without a mean."""
+def denominators(loss: Tensor, count: int | Tensor | None = None) -> Tensor | None:
+    """What each mean in `loss` divides by, that over `count`, and that over the factors above it too. float64
+    [means, 3] in the order of the graph. None without a mean."""
     one = torch.ones((), dtype=torch.float64)
+    weight = one if count is None else torch.as_tensor(count).detach().reshape(()).double()
     nodes: list[tuple[Any, Tensor | None, Tensor]] = [(loss.grad_fn, None, one)]
     found, seen = list[Tensor](), set[Any]()
     while nodes:
@@ -38,8 +43,8 @@ def denominators(loss: Tensor) -> Tensor | None:
         for before, by, times in further:
             nodes.append((before, _product(divisor, by), factor if times is None else factor * times))
         if not further and (divisor := _product(divisor, _of_a_reduction(node))) is not None:
-            found += [sent(x, loss.device) for x in (divisor, divisor / factor)]
-    return torch.stack(found).view(-1, 2) if found else None
+            found += [sent(x, loss.device) for x in (divisor, divisor / weight, divisor / weight / factor)]
+    return torch.stack(found).view(-1, 3) if found else None
 
 
 def _inputs(node: Any) -> list[tuple[Any, Tensor | None, Tensor | None]]:

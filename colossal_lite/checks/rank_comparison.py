@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from math import isclose
+from math import isclose, isfinite
 from typing import Any
 from zlib import crc32
 
@@ -327,7 +327,9 @@ class RankComparison:
         return sum(read.mark for read in self._reads) * self._factor(*AXES)
 
     def _means_term(self) -> Tensor:
-        return fingerprint({f"{i}": x[:, 1].float() for i, x in enumerate(self._means)}) * self._factor(*AXES)
+        return fingerprint({f"{i}": x[:, -1].float() for i, x in enumerate(self._means)}) * self._factor(
+            *AXES
+        )
 
     def _factor(self, *axes: str) -> int:
         return self.mesh.size(*axes) - 1 if self.mesh.coord(*axes) == 0 else -1
@@ -402,24 +404,43 @@ def _weight_fault(told: Sequence[Mapping[str, Any]]) -> str:
 
 def _means_apart(told: Sequence[Mapping[str, Any]]) -> str:
     """The warning for the first rank whose means divide by other numbers than those of rank 0, or ""."""
-    every = [[pair for one in row["means"] for pair in one] for row in told]
+    every = [[numbers for one in row["means"] for numbers in one] for row in told]
+    is_counted = not any(row["weights"] for row in told)
     for rank, means in enumerate(every):
         for mine, theirs in zip_longest(every[0], means):
-            if not _weighs_alike(mine, theirs):
-                mine, theirs = (f"{pair[0]:g}" if pair else "nothing" for pair in (mine, theirs))
-                return (
-                    f"backward: without count the step takes the mean of the ranks' means. These divide by {mine} on "
-                    f"rank 0, and by {theirs} on rank {rank}. For the mean over all labels: engine.backward(loss, "
-                    f"count=n), where a rank's mean divides by n"
-                )
+            if mine is not None and theirs is not None:
+                if not _weighs_alike(mine, theirs):
+                    return _told_means(mine, theirs, rank, is_counted=is_counted)
+            elif not is_counted:
+                return _told_means(mine, theirs, rank, is_counted=False)
     return ""
 
 
-def _weighs_alike(mine: Sequence[float] | None, theirs: Sequence[float] | None) -> bool:
-    """Whether two ranks' means, [divisor, divisor over factors], have one divisor, or factors that make up for it."""
-    if mine is None or theirs is None:
-        return False
-    return mine[0] == theirs[0] or isclose(mine[1], theirs[1], rel_tol=SAME_WEIGHT)
+def _weighs_alike(mine: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Whether the means of two ranks have one divisor, or counts or factors that make up for it. So has a mean over
+    nothing."""
+    pairs = list(zip(mine, theirs, strict=True))
+    return any(isclose(*pair, rel_tol=SAME_WEIGHT) for pair in pairs) or not all(
+        map(isfinite, (*mine, *theirs))
+    )
+
+
+def _told_means(
+    mine: Sequence[float] | None, theirs: Sequence[float] | None, rank: int, *, is_counted: bool
+) -> str:
+    """The warning for two means that weigh otherwise."""
+    kind = 1 if is_counted else 0
+    first, other = (f"{numbers[kind]:g}" if numbers else "nothing" for numbers in (mine, theirs))
+    rule = "For the mean over all labels: engine.backward(loss, count=n), where a rank's mean divides by n"
+    if is_counted:
+        return (
+            f"backward: a mean divides by {first} times the count on rank 0, and {other} times on rank {rank}. So it "
+            f"weighs otherwise than in one process. {rule}"
+        )
+    return (
+        f"backward: without count the step takes the mean of the ranks' means. These divide by {first} on rank 0, and "
+        f"by {other} on rank {rank}. {rule}"
+    )
 
 
 def _length_fault(told: Sequence[Mapping[str, Any]]) -> str:

@@ -183,9 +183,10 @@ class UserLoop:
         is_scaled = step.loss_scale.scale != 1.0  # only then the host waits for a count on the device
         seed = step.loss_scale.seed(int(count) if is_scaled and count is not None else 1)
         self._hooks.held.release()
-        if count is None and self._own is not None:
-            self._comparison.add_weight(self._own)
-            self._comparison.add_means(denominators(loss))
+        if self._own is not None:
+            if count is None:
+                self._comparison.add_weight(self._own)
+            self._comparison.add_means(denominators(loss, count))
         self._parts.before_backward(own_loss=count is None and seed == 1.0)
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         total = wide if count is None else wide * count

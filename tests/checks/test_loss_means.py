@@ -49,7 +49,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], T
         lambda y: (WEIGHTS[y.clamp(min=0)] * (y >= 0)).sum(),
     ),
     "of chosen": (lambda z, y: each(z, y)[y.flatten() >= 0].mean(), lambda y: (y >= 0).sum()),
-    "reciprocal": (lambda z, y: (masked(z, y) + mean(z, y)) * 0.25, lambda y: (y >= 0).sum()),
+    "quarters": (lambda z, y: (masked(z, y) + mean(z, y)) * 0.25, lambda y: (y >= 0).sum()),
     "given by the forward": (mean, lambda y: (y >= 0).sum()),
 }  # fmt: skip
 
@@ -157,21 +157,64 @@ def test_what_a_mean_divides_by_is_read_from_the_graph() -> None:
     read = {name: denominators(loss(z.double(), y)) for name, (loss, _) in LOSSES.items()}
     weighted = float(LOSSES["class weights"][1](y))
     expected = {
-        "class weights": [[weighted, weighted]],
-        "halves": [[18.0, 18.0]] * 2,
-        "scaled": [[9.0, 18.0]],
-        "smooth": [[9.0, 9 * WORDS / 0.1], [9.0, 9 / 0.9]],
-        "smooth class weights": [[weighted, weighted * WORDS / 0.1], [weighted, weighted / 0.9]],
-        "reciprocal": [[9.0, 36.0]] * 2,
+        "class weights": [[weighted] * 3],
+        "halves": [[18.0] * 3] * 2,
+        "scaled": [[9.0, 9.0, 18.0]],
+        "smooth": [[9.0, 9.0, 9 * WORDS / 0.1], [9.0, 9.0, 9 / 0.9]],
+        "smooth class weights": [[weighted, weighted, x * weighted] for x in (WORDS / 0.1, 1 / 0.9)],
+        "quarters": [[9.0, 9.0, 36.0]] * 2,
     }
     for name, found in read.items():
         assert found is not None
-        pairs = torch.tensor(expected.get(name, [[9.0, 9.0]]), dtype=torch.float64)
+        pairs = torch.tensor(expected.get(name, [[9.0] * 3]), dtype=torch.float64)
         torch.testing.assert_close(found, pairs, rtol=1e-12, atol=0.0, msg=name)
     each_mean = z.square().mean((0, -1)).mean() * 2 + F.mse_loss(z, z.detach())
-    assert denominators(each_mean).tolist() == [[60.0, 60.0], [60.0, 30.0]]  # type: ignore[union-attr]
+    expected_means = [[60.0, 60.0, 60.0], [60.0, 60.0, 30.0]]
+    assert denominators(each_mean).tolist() == expected_means  # type: ignore[union-attr]
+    counted = denominators(mean(z, y).nan_to_num() * 0.5, count=torch.tensor(3))
+    assert counted is not None and counted.tolist() == [[9.0, 3.0, 6.0]]
     for other in (z.sum(), mean(z, y, reduction="sum"), z.sum() * 2):
         assert denominators(other) is None
+
+
+MISCOUNTED: dict[str, tuple[str, Any, Callable[[Tensor], Any]]] = {
+    "samples": ("mean", FEWER, lambda y: len(y)),
+    "labels beside class weights": ("class weights", FEWER, lambda y: (y >= 0).sum()),
+    "all tokens": ("smooth", FEWER, lambda y: y.numel()),
+}
+
+
+def counted(env: RankEnv, name: str, labels: Any, count_of: str) -> list[str]:
+    with (
+        warnings.catch_warnings(record=True) as said,
+        env.launch(dict(precision="fp64", optimizer=dict(type="sgd", lr=0.2), timeout_s=60)) as context,
+    ):
+        engine = cl.initialize(new_model(), context=context)
+        warnings.simplefilter("always")
+        x, y = context.local_batch(batch(labels))
+        for _ in range(STEPS):
+            loss = loss_of(engine, name, x, y).nan_to_num()
+            if count_of == "of parameters":
+                loss = loss + sum(p.square().mean() for p in engine.model.parameters())
+            engine.backward(
+                loss, count=(MISCOUNTED[count_of][2] if count_of in MISCOUNTED else LOSSES[name][1])(y)
+            )
+            engine.step()
+        return [str(each.message) for each in said if "times the count" in str(each.message)]
+
+
+@pytest.mark.parametrize("count_of", MISCOUNTED)
+def test_a_count_of_something_else_than_the_mean_divides_by_is_told_once(count_of: str) -> None:
+    name, labels, _ = MISCOUNTED[count_of]
+    told, none = run_world(counted, 2, name, labels, count_of)
+    assert len(told) == 1 and "weighs otherwise than in one process" in told[0] and not none
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"), [("mean", FEWER), ("mean", (*EVEN[:2], *[(-100,) * 3] * 2)), ("smooth", FEWER)]
+)
+def test_a_mean_of_parameters_and_a_rank_without_labels_need_no_word(name: str, labels: Any) -> None:
+    assert run_world(counted, 2, name, labels, "of parameters") == [[], []]
 
 
 class Recomputes(Model):
