@@ -366,7 +366,7 @@ class Engine:
         NaN adds nothing, if its gradient is finite.  None: every data rank has the same weight, and the losses of
         several calls add up.  Then `step` raises RanksDifferError on every rank if ranks have other numbers of samples.
         So for valid labels that the model gets.  With updates in backward this call does.  A warning names means that
-        divide by other numbers.  Raises ValueError for a sum over samples on data ranks.
+        divide by other numbers.  Raises ValueError for a sum over samples on data ranks, and for a count below 0.
         `retain_graph`: keep the graph for a further loss of the same forward.
         With `optimizer.update_when="backward"` the weights are updated when this returns, except those that `step`
         updates. Then a step has as many calls as `gradient_accumulation` says, and the last one updates."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
+from math import inf
 from typing import Any
 
 import torch
@@ -177,6 +178,7 @@ class UserLoop:
         self, loss: Tensor, count: int | Tensor | None, factor: float, *, retain_graph: bool = False
     ) -> None:
         """Add the gradient of `loss`. `factor` of the learning rate is for updates in backward."""
+        count = _number_of_labels(count)
         self._refuse_backward(loss, count, retain_graph)
         step = self._step
         step.by_count = count is not None
@@ -392,6 +394,22 @@ def _weight_of(inputs: Tensor, labels: Sequence[Any]) -> Tensor:
             valid = each >= 0
             counts += [valid.sum(), valid[:, 1:].sum() if each.dim() > 1 else valid.sum()]
     return torch.stack(counts)
+
+
+def _number_of_labels(count: Any) -> int | Tensor | None:
+    """`count` as a plain number, or as a tensor [] without a graph. Raises ValueError unless it is one number, 0 or
+    more. A tensor on a device is not read."""
+    if not isinstance(count, Tensor) and getattr(count, "size", 0) == 1:
+        count = count.item()  # of numpy
+    if isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex():
+        count = count.detach().reshape(())
+        is_legal = not count.is_cpu or 0 <= float(count) < inf
+    else:
+        is_legal = count is None or isinstance(count, int | float) and 0 <= count < inf
+    if not is_legal:
+        raise ValueError(f"backward: count={count!r}; legal: one number of labels, 0 or more, or None")
+    found: int | Tensor | None = count
+    return found
 
 
 def _of_labels(total: Tensor, count: int | Tensor | None) -> Tensor:

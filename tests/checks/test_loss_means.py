@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -215,6 +216,40 @@ def test_a_count_of_something_else_than_the_mean_divides_by_is_told_once(count_o
 )
 def test_a_mean_of_parameters_and_a_rank_without_labels_need_no_word(name: str, labels: Any) -> None:
     assert run_world(counted, 2, name, labels, "of parameters") == [[], []]
+
+
+def at_count(env: RankEnv, count: Any) -> tuple[str, dict[str, Tensor]]:
+    """The refusal of a count, if any, and the weights after steps."""
+    with env.launch(dict(precision="fp64", optimizer=dict(type="sgd", lr=0.2), timeout_s=60)) as context:
+        engine, told = cl.initialize(new_model(), context=context), ""
+        x, y = context.local_batch(batch(EVEN))
+        for _ in range(STEPS):
+            loss = mean(engine(x), y)
+            try:
+                engine.backward(loss, count=count)
+            except ValueError as error:
+                told = str(error)
+                engine.backward(loss, count=6)
+            engine.step()
+        return told, engine.full_state_dict()
+
+
+NUMBERS = {
+    "[1]": torch.tensor([6]), "of a graph": torch.tensor(6.0, requires_grad=True), "numpy": numpy.int64(6),
+    "numpy [1]": numpy.array([6]), "float": 6.0,
+}  # fmt: skip
+NO_NUMBERS = {
+    "below 0": -6, "tensor below 0": torch.tensor(-6), "nan": float("nan"), "inf": torch.tensor(torch.inf),
+    "text": "6", "two": torch.tensor([3, 3]), "list": [6], "complex": 6j,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS | NO_NUMBERS)
+def test_a_count_is_one_number_or_refused_before_anything_is_added(name: str) -> None:
+    found = run_world(at_count, 2, (NUMBERS | NO_NUMBERS)[name])
+    assert_exact("mean", EVEN, [state for _, state in found])
+    for told, _ in found:
+        assert ("legal: one number of labels, 0 or more, or None" in told) == (name in NO_NUMBERS)
 
 
 class Recomputes(Model):
