@@ -4,7 +4,8 @@ Note: rounds.
 A loop over a generator and its critic has made a round when both have made their steps.  A stop within a round would
 save engines that do not go on together.  So a round begins with the engine that made the first step.  It ends with the
 engine that stepped last before that one began again, after as many steps as then.  There a signal stops, and all
-engines are saved.  An engine that steps on alone, more than twice as often as before, has no round to wait for.
+engines are saved.  An engine that steps on alone, more than twice as often as before, has no round to wait for.  Nor
+has a loop whose rounds are longer than `LONGEST_ROUND`, such as phases of training: a signal leaves little time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Protocol
 
 from colossal_lite.engine.stopping import Stopped, StopPoint
+
+LONGEST_ROUND = 16
+"""Steps of all engines, for whose end a stop waits at most."""
 
 
 class Saver(Protocol):
@@ -74,7 +78,7 @@ class OpenEngines:
         return self._asked and self._ends_round(engine)
 
     def _ends_round(self, engine: Saver) -> bool:
-        if not self._runs.keys() - {engine}:
+        if not self._runs.keys() - {engine} or sum(self._runs.values()) > LONGEST_ROUND:
             return True
         before = self._runs.get(engine, 0)
         if engine is self._closer and self._steps >= before:

@@ -91,27 +91,31 @@ def test_a_signal_stops_a_loop_over_two_engines_after_a_round_and_saves_both(
     assert later == whole[turns * (critics + 1) :]
 
 
-def of_phases(env: RankEnv, folder: str) -> int:
-    """One engine trains alone after the other, and both stay open; then a signal comes."""
+def of_phases(env: RankEnv, folder: str, phases: list[tuple[int, int]]) -> list[int]:
+    """Phases, each of one engine and its steps; both stay open. A signal comes in the third step of the last one."""
     engines: list[cl.Engine] = []
     with suppress(cl.Stopped), env.launch(dict(precision="fp64", timeout_s=20)) as context:
         engines += [made(context, seed) for seed in (0, 1)]
         batch = context.local_batch((BATCHES[0], LABELS[0]))
         for engine, name in zip(engines, "ab", strict=True):
             engine.save_on_stop(Path(folder) / name)
-            for step in range(5):
-                if engine is engines[1] and step == 2:
+        for number, (which, steps) in enumerate(phases):
+            for step in range(steps):
+                if number == len(phases) - 1 and step == 2:
                     os.kill(os.getpid(), signal.SIGTERM)
-                engine.train_step(batch)
-    return engines[1].steps
+                engines[which].train_step(batch)
+    return [engine.steps for engine in engines]
 
 
-def test_a_signal_in_a_second_phase_of_training_waits_for_no_round(tmp_path: Path) -> None:
-    assert run_world(of_phases, 2, str(tmp_path)) == [3, 3]
-    assert [[path.name for path in listed(tmp_path / name)] for name in "ab"] == [
-        ["step-00000005"],
-        ["step-00000003"],
-    ]
+@pytest.mark.parametrize(
+    ("phases", "steps"), [([(0, 5), (1, 5)], [5, 3]), ([(0, 9), (1, 9), (0, 9)], [12, 9])]
+)
+def test_a_signal_in_a_later_phase_of_training_waits_for_no_round(
+    phases: list[tuple[int, int]], steps: list[int], tmp_path: Path
+) -> None:
+    assert run_world(of_phases, 2, str(tmp_path), phases) == [steps, steps]
+    found = [[path.name for path in listed(tmp_path / name)] for name in "ab"]
+    assert found == [[f"step-{number:08}"] for number in steps]
 
 
 def one_folder(env: RankEnv, folder: str, how: str) -> str:
