@@ -1,4 +1,4 @@
-"""Keeps the open engines of one context apart: where each saves, and where a loop over several of them may stop.
+"""Keeps the open engines of one context apart: where each saves, and where a loop over them stops.
 
 Note: rounds.
 A loop over a generator and its critic has made a round when both have made their steps.  A stop within a round would

@@ -44,7 +44,7 @@ def landing_bytes(gradients: Sequence[int], device: torch.device) -> int:
 
 
 def streaming(chunk: Chunk, *, weights: bool, gradient: bool) -> Streaming:
-    """What is copied for an update of a chunk on the device, where its `weights` or its `gradient` are on the host."""
+    """The copies for an update of a chunk on the device. `weights`, `gradient`: whether these are on the host."""
     reads = (ChunkPart.WEIGHTS,) if weights and chunk.updates_weights else ()
     return Streaming(
         (*reads, *((ChunkPart.GRADIENT,) if gradient else ())), (ChunkPart.WEIGHTS,) if weights else ()
@@ -136,7 +136,7 @@ class HostShardStream:
 
     @property
     def streamed(self) -> dict[int, Streaming]:
-        """What is copied for the updates on the device, by the chunks that need it."""
+        """The copies for updates on the device, by the chunks that need some."""
         (_, weights), (_, gradients), _ = self._kinds
         return {
             index: streaming(self._chunks[index], weights=index in weights, gradient=index in gradients)

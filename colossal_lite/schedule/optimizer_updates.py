@@ -65,8 +65,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Streaming:
-    """What is copied beside the record of a chunk that is updated on the device: to the device before, and back
-    after."""
+    """The copies beside the record of a chunk that is updated on the device: to it before, and back after."""
 
     up: tuple[ChunkPart, ...] = ()
     down: tuple[ChunkPart, ...] = ()
@@ -99,7 +98,7 @@ def update_plan(
     of the chunks `on_disk` (None: of all) is on disk. It is read so many of those chunks before it would be fetched
     without the others. None: it is on the host. `moving`: the chunks with records off the device; None: all. `on_host`:
     chunks that are updated on the host, and what of them crosses the link. With `backward` none of it crosses before
-    their turn, because their gradients come one after the other. `streamed`: what else is copied for the others.
+    their turn, because their gradients come one after the other. `streamed`: further copies for the others.
     `early`: gradients for updates on the host have come in backward, before the plan begins."""
     if backward:
         disk, away = (_mirrored(num_chunks, some) for some in (on_disk, moving))
@@ -119,11 +118,8 @@ def update_plan(
             reads = () if turn is None else _next(turn, below, len(there))
             actions += [_action(ActionKind.FETCH, there[place], DISK) for place in reads]
             if fetched is not None and fetched not in on_host:
-                parts = streamed[fetched].up if fetched in streamed else ()
-                actions += [
-                    _action(ActionKind.FETCH, part.of(fetched, num_chunks))
-                    for part in (ChunkPart.RECORD, *parts)
-                ]
+                copied: tuple[ChunkPart, ...] = (ChunkPart.RECORD, *streamed.get(fetched, Streaming()).up)
+                actions += [_action(ActionKind.FETCH, part.of(fetched, num_chunks)) for part in copied]
         for coming in _next(chunk, ahead if ahead_down is None else ahead_down, num_chunks):
             if coming in on_host:
                 parts = [part for part in on_host[coming].down if not early or part is not ChunkPart.GRADIENT]
@@ -133,12 +129,9 @@ def update_plan(
             weights = ChunkPart.WEIGHTS.of(chunk, num_chunks)
             actions += [_action(ActionKind.FETCH, weights)] if on_host[chunk].up else []
         else:
-            parts = streamed[chunk].down if chunk in streamed else ()
             actions.append(_action(ActionKind.UPDATE, chunk))
-            actions += [
-                _action(ActionKind.EVICT, part.of(chunk, num_chunks))
-                for part in ((ChunkPart.RECORD, *parts) if ahead is not None else ())
-            ]
+            copied = (ChunkPart.RECORD, *streamed.get(chunk, Streaming()).down) if ahead is not None else ()
+            actions += [_action(ActionKind.EVICT, part.of(chunk, num_chunks)) for part in copied]
         actions += [_action(ActionKind.EVICT, chunk, DISK)] if chunk in places else []
     return Plan((tuple(a for a in actions if _moves(a, num_chunks, moving)),))
 
@@ -268,7 +261,7 @@ def memory_of(
 ) -> Memory:  # fmt: skip
     """The memory of a step's updates: home tiers, places and slots. A record has its place on the device, and rests
     there if it is not `moving`. The gradient and weights of a chunk that is updated on the host take slots there, each
-    of its kind. What is `streamed` rests there, and no limit is kept of it."""
+    of its kind. `streamed` parts rest there, without a limit."""
     gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in on_host}
     weights = {c: (0, ChunkPart.WEIGHTS.of(c, num_chunks)) for c in on_host}
     there = _there(num_chunks, below, on_disk)
@@ -315,7 +308,7 @@ def memory_of(
 
 
 def _with_streamed(memory: Memory, num_chunks: int, streamed: Mapping[int, Streaming]) -> Memory:
-    """The same with what is `streamed` for updates on the device, which rests on the host."""
+    """The same with `streamed` parts, which rest on the host."""
     up = {(0, c): tuple((0, part.of(c, num_chunks)) for part in parts.up) for c, parts in streamed.items()}
     down = {
         (0, c): tuple((0, part.of(c, num_chunks)) for part in parts.down) for c, parts in streamed.items()

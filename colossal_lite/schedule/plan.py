@@ -292,7 +292,7 @@ class Memory:
     - also: copies besides the one at home, before and after the plan
     - spent: gradients, which the UPDATE that reads them uses up on every tier
     - made: those of them that the backward of a (task, stage) makes on the device; the others are there at first
-    - awaited: chunks that must have left the device before a FETCH or UPDATE of a chunk, whose place lies over theirs.
+    - awaited: chunks that must have left the device before a FETCH or UPDATE of a chunk that has their place.
       Of the backward of a stage: before what follows it up to the next computing. By kind, then (task, chunk) or
       (task, stage)
     - apart: chunks that on a tier share the budget of this name, and not the tier's

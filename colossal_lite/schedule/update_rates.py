@@ -92,7 +92,7 @@ class UpdateBytes:
 
     @property
     def streamed(self) -> Streaming:
-        """What is copied beside a record for an update on the device."""
+        """The copies beside a record for an update on the device."""
         weights = (ChunkPart.WEIGHTS,) if self.resting_weight else ()
         gradient = (ChunkPart.GRADIENT,) if self.resting_gradient else ()
         return Streaming((*(weights if self.reads_weights else ()), *gradient), weights)
@@ -288,8 +288,8 @@ def simulated_steps(
 
 
 def _how(work: UpdateBytes, mix: UpdateMix, count: int, *, gradient: float) -> dict[str, Any]:
-    """Options of `run_of`. What rests on the host crosses as it would for updates there: gradients leave in backward,
-    and the next forward has new weights fetched."""
+    """Options of `run_of`. State that rests on the host crosses as it would for updates there. Gradients leave in
+    backward, and the next forward fetches new weights."""
     crossing = Crossing((ChunkPart.GRADIENT,) if gradient else (), up=work.new_weight > 0)
     on_host = dict.fromkeys(sorted(mix.on_host), crossing)
     others = range(count) if work.resting_gradient or work.resting_weight else ()

@@ -492,7 +492,7 @@ class ChunkOptimizer(OptimizerState):
         streamed: Mapping[int, Streaming] = RECORDS_ALONE,
     ) -> Plan:  # fmt: skip
         """The updates. `moving`: the chunks with records off the device, None: all or none; those `on_disk` are there.
-        `streamed`: what is copied beside records, for updates on the device."""
+        `streamed`: the copies beside records, for updates on the device."""
         crossings = self.host_updates.crossings if self.host_updates else ON_DEVICE
         return update_plan(
             len(self._chunks), ahead=self.mix.ahead if self.tiers else None, ahead_down=self.mix.ahead_down,

@@ -46,7 +46,7 @@ LEAVES = {
     VISITING[StateKind.WEIGHTS].what: ChunkPart.WEIGHTS,
     LEAVING.what: ChunkPart.GRADIENT,
 }
-"""What is copied from its place in the arena."""
+"""Copies from their places in the arena."""
 COMES = {
     (ActionKind.B, ChunkPart.RECORD): (ACCUMULATING, LEAVING.what, SharedInterval.GRADIENTS),
     (ActionKind.FETCH, ChunkPart.RECORD): (VISITING[StateKind.OPTIMIZER].what,),
