@@ -32,6 +32,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import count, takewhile, zip_longest
+from typing import Any
 
 from colossal_lite.schedule.interval_packing import most_at_once
 from colossal_lite.schedule.plan import COMPUTE, CPU, DISK, Action, ActionKind, Chunk, Memory, Plan
@@ -169,16 +170,11 @@ def run_of(
     """
     num_chunks = sum(map(len, units))
     unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
-    (made,) = update_plan(
-        num_chunks,
-        ahead=ahead,
-        ahead_down=ahead_down,
-        below=below,
-        moving=moving,
-        on_host=on_host,
-        streamed=streamed,
+    how: dict[str, Any] = dict(
+        ahead=ahead, ahead_down=ahead_down, below=below, moving=moving, on_host=on_host, streamed=streamed,
         early=early,
-    )
+    )  # fmt: skip
+    (made,) = update_plan(num_chunks, **how)
     moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
     first = list(takewhile(lambda action: action.kind is ActionKind.FETCH, moves))
     prepared = [action for action in first if (action.chunk or 0) < num_chunks or action.resource == DISK]
@@ -188,16 +184,7 @@ def run_of(
     sent = {c for c, parts in on_host.items() if early and ChunkPart.GRADIENT in parts.down}
     leaving = [_leaving(unit, chunks, num_chunks, resting | sent) for unit, chunks in enumerate(units)]
     actions = _steps(steps, prepared, late, leaving, gathers_ahead)
-    memory = memory_of(
-        num_chunks,
-        ahead=ahead,
-        ahead_down=ahead_down,
-        below=below,
-        moving=moving,
-        on_host=on_host,
-        streamed=streamed,
-        early=early,
-    )
+    memory = memory_of(num_chunks, **how)
     gradients = [
         (unit_of[c], (0, ChunkPart.GRADIENT.of(c, num_chunks))) for c in sorted({*on_host} | resting)
     ]

@@ -125,7 +125,7 @@ class Computing:
     forward_s: float
     backward_s: float
     gathers_ahead: int = 0
-    """Units of which weights are gathered before their forward, at ZeRO-3."""
+    """How many units early a forward's weights are gathered, at ZeRO-3."""
 
     @property
     def s(self) -> float:
