@@ -48,6 +48,8 @@ class StagingBuffer(NamedTuple):
     tier: str
     width: int
     form: Literal["places", "places, last first", "buffers in a row"] = "places"
+    late: int = 0
+    """How many turns after the first fetch for it a chunk needs its place."""
 
     def buffers(self, chunks: Collection[int]) -> int:
         """How many, for these chunks."""
@@ -59,7 +61,8 @@ class StagingBuffer(NamedTuple):
 
     def live_ranges(self, sizes: Mapping[int, int]) -> tuple[LiveRange, ...]:
         """When places are needed, counted in updates, for these sizes: chunk -> bytes."""
-        return visits(sizes, self.width, self.what, last_first=self.form == "places, last first")
+        found = visits(sizes, self.width, self.what, last_first=self.form == "places, last first")
+        return tuple(replace(one, start=one.start + self.late, stop=one.stop + self.late) for one in found)
 
     def in_step(
         self, sizes: Mapping[int, int], *, last: int = 0, backwards: Backwards = Backwards.LAST,
@@ -88,6 +91,8 @@ VISITING = {
     StateKind.GRADIENTS: StagingBuffer("gradients", "device", COMING),
     StateKind.OPTIMIZER: StagingBuffer("records", "device", VISITORS),
 }
+WRITTEN = StagingBuffer("weights", "device", VISITORS - 1, late=1)
+"""Of weights that an update writes and does not read: none are fetched for it."""
 LEAVING = StagingBuffer(step_moments.LEAVING, "device", OUTGOING, "places, last first")
 STAGING = {
     StateKind.WEIGHTS: (VISITING[StateKind.WEIGHTS],),
@@ -140,6 +145,8 @@ class StatePiece:
     the device. None: as elsewhere."""
     moves: bool = True
     """Whether it may rest on the host at all; if not, it is counted as fixed."""
+    is_written: bool = False
+    """Of weights: whether an update on the device only writes them."""
     shared: SharedInterval | None = None
     """When it is in the arena, where it shares memory with others; None: it has memory of its own."""
     sums: int = 1
@@ -166,7 +173,8 @@ class StatePiece:
             return self.beside[not is_off_device]
         if not is_off_device:
             return LinkCrossing()
-        slots = (LEAVING,) if self._stays_last(on_host) else STAGING.get(self.name.kind, ())
+        slots = STAGING.get(self.name.kind, ())
+        slots = (LEAVING,) if self._stays_last(on_host) else (WRITTEN,) if self.is_written else slots
         return LinkCrossing(self.ups, self.downs, slots)
 
     def is_time_shared(self, on_host: frozenset[Name]) -> bool:

@@ -10,8 +10,8 @@ Note: three copies over the link.
    Weights that are their own masters, or the upper half of them, are copied too, and copied back.  Where a float32
    master exists, the update only writes the weights, so they are not fetched.
 As many chunks in a row have places at once as records: one is updated, some are fetched, one is written back.
-Gradients are not written back and have one place less.  A chunk that is updated on the host is not copied here
-(offload/host_updates.py).  Between steps `local_shard`, `master` and `gradient` of a chunk are the tensors on the host.
+Gradients are not written back, and such weights are not fetched: both have one place less.  A chunk that is updated on
+the host is not copied here (offload/host_updates.py).  Between steps `local_shard`, `master` and `gradient` of a chunk are the tensors on the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.pinned import host_room
 from colossal_lite.memory.task_records import WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import GradientOffloadBuffer
-from colossal_lite.offload.pieces import LEAVING, OUTGOING, VISITING, StagingBuffer, StateKind
+from colossal_lite.offload.pieces import LEAVING, OUTGOING, VISITING, WRITTEN, StagingBuffer, StateKind
 from colossal_lite.schedule.optimizer_updates import ChunkPart, Streaming
 
 Resting = Mapping[int, Tensor]
@@ -128,8 +128,9 @@ class HostShardStream:
         sums = {i: c.gradient_at_rest for i, c in chunks if c.gradient_at_rest is not None}
         weights = {i: c.weights_at_rest for i, c in updated if c.weights_at_rest is not None}
         gradients = {i: sums[i] for i, c in updated if i in sums and not c.waits_on_device}
+        reads = any(self._chunks[i].updates_weights for i in weights)
         return (
-            (VISITING[StateKind.WEIGHTS], weights),
+            (VISITING[StateKind.WEIGHTS] if reads else WRITTEN, weights),
             (VISITING[StateKind.GRADIENTS], gradients),
             (LEAVING, sums),
         )

@@ -114,7 +114,8 @@ def pieces_of(
         if chunk.weights_at_rest is not None:
             ups = fetches - begins + chunk.updates_weights
             shared = SharedInterval.WEIGHTS if index in time_shared else None
-            out.append(StatePiece(Name(index, StateKind.WEIGHTS), chunk.resting_bytes, ups, 1, shared=shared))
+            name, is_written = Name(index, StateKind.WEIGHTS), not chunk.updates_weights
+            out.append(StatePiece(name, chunk.resting_bytes, ups, 1, is_written=is_written, shared=shared))
         if chunk.gradient_at_rest is not None:
             for piece in gradients_of(index, chunk.gradient.nbytes, sums, time_shared=uses.shares_time):
                 out.append(replace(piece, in_flight=in_flight))
