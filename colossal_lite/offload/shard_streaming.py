@@ -11,7 +11,8 @@ Note: three copies over the link.
    master exists, the update only writes the weights, so they are not fetched.
 As many chunks in a row have places at once as records: one is updated, some are fetched, one is written back.
 Gradients are not written back, and such weights are not fetched: both have one place less.  A chunk that is updated on
-the host is not copied here (offload/host_updates.py).  Between steps `local_shard`, `master` and `gradient` of a chunk are the tensors on the host.
+the host is not copied here (offload/host_updates.py).  Between steps `local_shard`, `master` and `gradient` of a chunk
+are the tensors on the host.
 """
 
 from __future__ import annotations
