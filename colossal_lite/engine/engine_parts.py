@@ -183,7 +183,7 @@ class EngineParts:
         if self.updates.under_way:
             return  # an earlier stage's backward has prepared, and perhaps updated
         if self.memory_budget is None or self.memory_budget.placement is not None:
-            self.optimizer.prepare()
+            self.weights.after_fetches(self.optimizer.prepare)
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:

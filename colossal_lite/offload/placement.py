@@ -148,10 +148,8 @@ class StatePlacement:
     @property
     def _with_early_records(self) -> ArenaPlan:
         """As `arena`, in as many bytes. The records that come before the first update exist from a backward on, if
-        there is room. None do where weights cross the same link then."""
+        there is room."""
         plan, what = self.arena, VISITING[StateKind.OPTIMIZER].what
-        if any(name.kind in (StateKind.WEIGHTS, StateKind.FROZEN) for name in self.on_host):
-            return plan
         begin = min((one.start for one in plan.live_ranges), default=0)
         for count in range(VISITORS - 1, 0, -1):
             ranges = [

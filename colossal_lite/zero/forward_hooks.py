@@ -150,6 +150,10 @@ class ForwardGates:
         self.run_deferred()
         yield
 
+    def after_fetches(self, call: Callable[[], None]) -> None:
+        """Call this in the next backward, when its last weights are on their way from the host. Here none are."""
+        call()
+
     def follow(self, actions: Sequence[Action]) -> None:
         """This rank's list of a step or evaluation begins."""
 

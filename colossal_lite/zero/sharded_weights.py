@@ -23,7 +23,7 @@ gathered once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from functools import partial
@@ -78,6 +78,7 @@ class ParameterGather(ShardedWeights):
         self._seen: list[GatherMoment] = []
         self._forward_seen: tuple[GatherMoment, ...] = ()
         self._has_new_plan = False  # whether the plan is new
+        self._after_fetches: Callable[[], None] | None = None
         self._own: dict[nn.Module, Needs] = {}  # of modules with weights of their own
         self._node: Any = None  # of autograd, that has asked last
         self._block = NOTHING  # of the block that was recomputed last
@@ -111,6 +112,18 @@ class ParameterGather(ShardedWeights):
         yield
         self._end()
         self._make_resident({})
+
+    def after_fetches(self, call: Callable[[], None]) -> None:
+        self._after_fetches = call
+
+    def _call_after_fetches(self) -> None:
+        """If no step that is left has weights to fetch from the host."""
+        left = (action for step in self._steps[self._next :] for action in step.actions)
+        if any(action.kind is ActionKind.FETCH and action.resource != FROM_NEAR for action in left):
+            return
+        call, self._after_fetches = self._after_fetches, None
+        if call is not None:
+            call()
 
     def flush(self) -> None:
         """Run every deferred update and drop every gathered weight."""
@@ -253,6 +266,7 @@ class ParameterGather(ShardedWeights):
             self._steps = self.plan.backward
             self._make_resident(self.plan.forward[-1].resident)
             self._limit()
+            self._call_after_fetches()
         if phase is Phase.FORWARD and self._has_new_plan:
             for slots in slots_of(self._chunks):
                 slots.shrink()
@@ -276,6 +290,7 @@ class ParameterGather(ShardedWeights):
     def _end_phase(self) -> None:
         self._phase, self._current, self._node = Phase.IDLE, NOTHING, None
         self._block, self._again, self._kept_again = NOTHING, (None, NOTHING), NOTHING
+        self._after_fetches = None
         self._hooks.limit = len(self._chunks)
 
     def _step(self) -> None:
@@ -298,6 +313,8 @@ class ParameterGather(ShardedWeights):
                 self._hooks.launch(len(self._chunks) - action.chunk)
         if self._phase is Phase.BACKWARD:
             self._limit()
+            if self._after_fetches is not None:
+                self._call_after_fetches()
 
     def _limit(self) -> None:
         """Until the next step no more reductions may launch than it expects."""

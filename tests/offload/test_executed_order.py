@@ -179,6 +179,37 @@ def _differences(
         yield f"records: {ours} for {theirs}"
 
 
+def asked_in_backward(env: RankEnv, case: Case, shares: dict[str, float]) -> list[str]:
+    """What the link is asked for from the forward of a step on, until its first update: of weights or of records."""
+    events: list[Event] = []
+    memory = dict(placement="static", host_fraction=shares, update_on="device")
+    full = replace(case, config=dict(case.config) | dict(memory=memory)).full_config
+    with ExitStack() as watched:
+        for owner, name, noting in seen_by(events):
+            watched.enter_context(patch.object(owner, name, noting))
+        with env.launch(full) as context:
+            engine = start(case, context)
+            for number in range(STEPS):
+                engine._weights.flush()
+                events.clear()
+                engine.train_step(case.batch(number))
+    kinds = [kind for kind, _ in events]
+    return [kind for kind in kinds[: kinds.index("UPDATE")] if kind in ("FETCH", "record fetch")]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_first_records_are_asked_for_behind_the_last_weights_of_a_backward(accumulation: int) -> None:
+    """They would delay weights that are needed sooner."""
+    case = replace(DEEP, world_size=1, config=config_of(3, precision="bf16", accumulation=accumulation))
+    (asked,) = run_world(asked_in_backward, 1, case, dict(weights=1.0, gradients=1.0, optimizer=1.0))
+    assert asked.count("FETCH") > 4
+    first = asked.index("record fetch")
+    if accumulation == 1:
+        assert "FETCH" not in asked[first:], asked
+    (asked,) = run_world(asked_in_backward, 1, case, dict(gradients=1.0, optimizer=1.0))
+    assert "FETCH" not in asked and asked[:2] == ["record fetch"] * 2
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A lawful configuration. `share` of a device budget between the least and the most that a run can use; None: no

@@ -266,7 +266,7 @@ def test_so_it_is_not_where(fault: str, tmp_path: Path) -> None:
 
 # ---- records that come in backward ----
 
-SHARES = dict(placement="static", host_fraction=dict(gradients=1.0, optimizer=1.0))
+SHARES: dict[str, Any] = dict(placement="static", host_fraction=dict(gradients=1.0, optimizer=1.0))
 
 
 def story_of_shares(
@@ -289,14 +289,15 @@ def story_of_shares(
     return found
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "stage"), [(1, 2), (2, 2), (1, 3), (2, 3)])
 @pytest.mark.parametrize("event", EVENTS)
 def test_records_that_came_in_a_backward_wait_for_their_update_whatever_comes_between(
-    event: str, accumulation: int, tmp_path: Path
+    event: str, accumulation: int, stage: int, tmp_path: Path
 ) -> None:
-    """On one rank, where no sums in flight take the room."""
-    case = replace(PLAIN, world_size=1, config=config_of(2, precision="bf16", accumulation=accumulation))
+    """On one rank, where no sums in flight take the room. At stage 3 weights cross the same link."""
+    case = replace(PLAIN, world_size=1, config=config_of(stage, precision="bf16", accumulation=accumulation))
+    shares = dict(SHARES, host_fraction=SHARES["host_fraction"] | (dict(weights=1.0) if stage == 3 else {}))
     ((true_losses, true_state, none),) = run_world(story_of_shares, 1, case, {}, event, str(tmp_path / "one"))
-    ((losses, state, early),) = run_world(story_of_shares, 1, case, SHARES, event, str(tmp_path / "other"))
+    ((losses, state, early),) = run_world(story_of_shares, 1, case, shares, event, str(tmp_path / "other"))
     assert losses == true_losses and same(state, true_state)
     assert early == 2 and none == 0
