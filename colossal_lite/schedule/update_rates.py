@@ -276,13 +276,8 @@ def simulated_steps(
 ) -> ScheduleTimeline:
     """Some steps of `count` units with a chunk each."""
     how = _how(work, mix, count, gradient=work.gradient + work.resting_gradient)
-    prepares = 0 if work.resting_weight else None  # no record comes in a backward where weights do
     plan, memory = run_of(
-        [[unit] for unit in range(count)],
-        STEPS,
-        prepares=prepares,
-        gathers_ahead=computing.gathers_ahead,
-        **how,
+        [[unit] for unit in range(count)], STEPS, gathers_ahead=computing.gathers_ahead, **how
     )
     return _simulated(plan, memory, work, rates, count, computing)
 
