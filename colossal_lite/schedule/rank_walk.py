@@ -167,10 +167,10 @@ class RankWalk:
         self.awaited: Sequence[Chunk] = ()
         for node in self.nodes:
             action = table.actions[node]
-            self._await(node, self.awaited)
-            if action.resource == COMPUTE:
-                self.awaited = ()
-            if action.chunk is not None:
+            if self.awaited:
+                self._await(node, self.awaited)
+                self.awaited = () if action.resource == COMPUTE else self.awaited
+            if memory.awaited and action.chunk is not None:
                 self._await(node, memory.awaited.get((action.kind, (action.task, action.chunk)), ()))
             match action.kind:
                 case ActionKind.F | ActionKind.I | ActionKind.W | ActionKind.B:
