@@ -164,12 +164,12 @@ class RankWalk:
         self.sums = Counter(_weights(a) for a in mine if a.kind is ActionKind.REDUCE)
         self.summed: dict[tuple[Hashable, ...], int] = {}
         self.reduced: defaultdict[tuple[int, int | None, int | None], list[int]] = defaultdict(list)
-        self.awaited: Sequence[Chunk] = ()
+        self.awaited: Sequence[Chunk] = []
         for node in self.nodes:
             action = table.actions[node]
             if self.awaited:
                 self._await(node, self.awaited)
-                self.awaited = () if action.resource == COMPUTE else self.awaited
+                self.awaited = [] if action.resource == COMPUTE else self.awaited
             if memory.awaited and action.chunk is not None:
                 self._await(node, memory.awaited.get((action.kind, (action.task, action.chunk)), ()))
             match action.kind:
