@@ -46,7 +46,7 @@ class OpenEngines:
     def closed(self, engine: Saver) -> None:
         """Forget this engine."""
         self._folders = {folder: each for folder, each in self._folders.items() if each is not engine}
-        if engine in self._runs:
+        if engine is self._running or engine in self._runs:
             self._begin()
 
     # ---- where each saves ----
