@@ -40,6 +40,10 @@ class FirstLook(Protocol):
         """Look at arguments on the CPU. Raises ValueError for a model that would be another one."""
 
 
+UNSEEN = 10_000
+"""Samples that other ranks may have more than this one: all ranks refuse a batch, or none."""
+
+
 class MicroBatches:
     """Checks batches and cuts them into micro-batches."""
 
@@ -120,9 +124,11 @@ class MicroBatches:
 
     def _check_accumulation(self, sizes: Sequence[int], samples_before: int) -> None:
         """Raises ValueError for more accumulated parts than samples, where no batch has filled them. Allows one more
-        on each data rank, as ranks need not have equally many. The last batch of an epoch may be smaller."""
+        on each data rank, as ranks need not have equally many, and `UNSEEN` where this rank knows its own alone. The
+        last batch of an epoch may be smaller."""
         parts, ranks = self._config.gradient_accumulation, self._mesh.size("data")
-        if parts > ranks * (max(sizes) + 1) + samples_before:
+        unseen = UNSEEN if len(sizes) < ranks else 0
+        if parts > ranks * (max(sizes) + 1) + unseen + samples_before:
             here = " on this rank" if len(sizes) < ranks else ""
             raise ValueError(
                 f"gradient_accumulation={parts}: so many parts of a batch of {sum(sizes)} samples{here}; "

@@ -53,6 +53,22 @@ def test_more_parts_than_samples_are_refused_and_the_number_told_trains(
     assert run_world(refused, ranks, parallel, most) == [""] * ranks
 
 
+def few(env: RankEnv, accumulation: int) -> list[float]:
+    """Losses of steps of one sample, which one rank has."""
+    config: cl.ConfigDict = dict(precision="fp64", gradient_accumulation=accumulation, timeout_s=30)
+    with env.launch(config) as context:
+        torch.manual_seed(0)
+        engine = cl.initialize(cl.models.GPT(SHAPE), context=context)
+        batch = context.local_batch(batch_of(1))
+        return [float(engine.train_step(batch).loss) for _ in range(3)]
+
+
+def test_a_rank_without_samples_refuses_no_parts_that_another_takes() -> None:
+    (alone,) = run_world(few, 1, 1)
+    for losses in run_world(few, 2, 3):
+        assert losses == pytest.approx(alone, rel=1e-12)
+
+
 def looped(env: RankEnv, folder: str, accumulation: int, steps: int) -> list[float]:
     config: cl.ConfigDict = dict(precision="fp64", gradient_accumulation=accumulation, timeout_s=30)
     data = list(zip(*batch_of(5), strict=True))
