@@ -41,7 +41,7 @@ class FirstLook(Protocol):
 
 
 UNSEEN = 10_000
-"""Samples that other ranks may have more than this one: all ranks refuse a batch, or none."""
+"""Samples that other ranks may have more than this one, so that ranks with fewer refuse nothing that others take."""
 
 
 class MicroBatches:
