@@ -120,8 +120,11 @@ class UpdateChoice:
             self._refuse_unknown(on_host, ids)
         mix = replace(mix_of(on_host, ids), early=early)
         share = Fraction(len(mix.on_host), max(len(ids), 1))
-        self.lanes = f"{len(mix.on_host)} of {len(ids)} chunks are updated on the host"
-        if (rates := self.rates) is not None:
+        on_host_now = (
+            len(mix.on_host) if work.chunks else 0
+        )  # a chunk without a record is updated on the device
+        self.lanes = f"{on_host_now} of {len(ids)} chunks are updated on the host"
+        if (rates := self.rates) is not None and work.chunks:
             count = simulated_chunks(work)
             like = mix if count == len(ids) else replace(mix_of(share, range(count)), early=early)
             updates_s = simulated_s(work, rates, like, count)

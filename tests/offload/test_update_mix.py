@@ -187,6 +187,16 @@ def test_so_does_one_whose_weights_and_gradients_may_rest_on_the_host(
         assert down_s == pytest.approx((held["optimizer"] + held["weights"]) / 50e9, rel=0.01)
 
 
+@pytest.mark.parametrize("where", [dict(placement="host"), dict(placement="auto", device_budget="1GB")])
+def test_a_plan_without_records_has_no_updates_on_the_host(where: dict[str, Any]) -> None:
+    """Plain SGD in float32 has no state; it once ended in a PlanError."""
+    model = GPTConfig(vocabulary=64, layers=2, heads=2, width=16, sequence=8)
+    memory = where | dict(update_on="host", rates=RATES | dict(flops=1e9))
+    config = dict(precision="fp32", optimizer=dict(type="sgd", lr=0.1), memory=memory)
+    made = plan(config, model, batch=2, sequence=8, world_size=1)
+    assert re.fullmatch(r"0 of \d+ chunks are updated on the host", made.updates)
+
+
 def without_records(env: RankEnv, memory: dict[str, Any]) -> tuple[list[float], int]:
     """Losses, and how many chunks the host updates."""
     config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), memory=memory, timeout_s=30)
