@@ -166,6 +166,8 @@ class HostUpdates:
         if crossing.up:
             self._made[index] = slot, done
         self._coming[index] = done
+        if chunk.weights_at_rest is not None:
+            chunk.going_home = done
         return done
 
     def take_up(self, index: int) -> None:
@@ -180,6 +182,11 @@ class HostUpdates:
         """Wait until the new weights of a chunk are where the model reads them; nothing if it is not updated here."""
         if (coming := self._coming.pop(index, None)) is not None:
             coming.wait()
+
+    def finish(self) -> None:
+        """Wait for updates that no `arrived` has waited for: those of weights that rest on the host."""
+        while self._coming:
+            self._coming.popitem()[1].wait()
 
     def close(self) -> None:
         self.updates_link.close()

@@ -161,8 +161,8 @@ def run_of(
 ) -> tuple[Plan, Memory]:
     """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward. `prepares`: so many
     of the first records are fetched in backward; None: all that come before an update. `gathers_ahead`: a unit's
-    weights are read so many units before its forward. `awaited`: what has its place over that of others. Gradients in
-    `streamed` leave in backward, and the step ends when they have.
+    weights are gathered so many units before its forward. Those at rest on the host are fetched then. `awaited`: what
+    has its place over that of others. Gradients that rest there leave in backward, and the step ends when they have.
 
     `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
@@ -181,21 +181,28 @@ def run_of(
     prepared = prepared if prepares is None else prepared[:prepares]
     late = [*(action for action in first if action not in prepared), *moves[len(first) :]]
     resting = {c for c, parts in streamed.items() if ChunkPart.GRADIENT in parts.up}
+    resting |= {c for c, parts in on_host.items() if ChunkPart.GRADIENT not in parts.down}
     sent = {c for c, parts in on_host.items() if early and ChunkPart.GRADIENT in parts.down}
     leaving = [_leaving(unit, chunks, num_chunks, resting | sent) for unit, chunks in enumerate(units)]
-    actions = _steps(steps, prepared, late, leaving, gathers_ahead)
-    memory = memory_of(num_chunks, **how)
-    gradients = [
-        (unit_of[c], (0, ChunkPart.GRADIENT.of(c, num_chunks))) for c in sorted({*on_host} | resting)
-    ]
-    weights = [(unit_of[c], (0, ChunkPart.WEIGHTS.of(c, num_chunks))) for c in sorted(on_host)]
+    at_rest = {c for c, parts in on_host.items() if not parts.up}
+    gathered = [_gathered(unit, chunks, num_chunks, at_rest) for unit, chunks in enumerate(units)]
+    goes_home = at_rest or any(ChunkPart.WEIGHTS in parts.down for parts in streamed.values())
+    in_turn = {ChunkPart.WEIGHTS.of(c, num_chunks) for c in on_host} if goes_home else ()
+    actions = _steps(steps, prepared, late, leaving, gathered, gathers_ahead, in_turn)
+    weights = {c: (0, ChunkPart.WEIGHTS.of(c, num_chunks)) for c in sorted(on_host)}
+    gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in sorted({*on_host} | resting)}
+    read_by = {c: unit_of[c] - (0 if c in at_rest else gathers_ahead) for c in weights}
     waits = {(kind, (0, at)): tuple((0, number) for number in some) for (kind, at), some in awaited.items()}
     last = ActionKind.B, (0, 0)
-    waits[last] = (
-        *waits.get(last, ()),
-        *((0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in sorted(resting)),
+    waits[last] = (*waits.get(last, ()), *(gradients[c] for c in sorted(resting)))
+    memory = memory_of(num_chunks, **how)
+    return Plan((actions,)), replace(
+        memory,
+        home={**memory.home, **{weights[c]: "device" for c in at_rest}},
+        uses=_by_unit([(max(0, unit), weights[c]) for c, unit in read_by.items()]),
+        made=_by_unit([(unit_of[c], key) for c, key in gradients.items()]),
+        awaited=waits,
     )
-    return Plan((actions,)), replace(memory, uses=_by_unit(weights), made=_by_unit(gradients), awaited=waits)
 
 
 def _by_unit(keys: Sequence[tuple[int, Chunk]]) -> dict[tuple[int, int], tuple[Chunk, ...]]:
@@ -213,26 +220,42 @@ def _leaving(unit: int, chunks: Sequence[int], num_chunks: int, leave: Collectio
     ]
 
 
+def _gathered(unit: int, chunks: Sequence[int], num_chunks: int, at_rest: Collection[int]) -> list[Action]:
+    """The fetches of a unit's weights when it is gathered: of the chunks `at_rest` on the host."""
+    return [
+        replace(_action(ActionKind.FETCH, ChunkPart.WEIGHTS.of(c, num_chunks)), stage=unit)
+        for c in chunks
+        if c in at_rest
+    ]
+
+
 def _steps(
     steps: int, early: Sequence[Action], late: Sequence[Action], leaving: Sequence[Sequence[Action]],
-    gathers_ahead: int,
+    gathered: Sequence[Sequence[Action]], gathers_ahead: int, in_turn: Collection[int],
 ) -> tuple[Action, ...]:  # fmt: skip
     """The actions of a run. A step is forward, the `early` moves of its updates, and backward. Behind each unit its
-    gradients in `leaving` come down. The `late` moves run in the next forward, or at the end."""
+    gradients in `leaving` come down. The `late` moves run in the next forward, or at the end. Those that hold up the
+    issuer, or move a number `in_turn`, run when their unit is gathered. Its fetches in `gathered` follow."""
     actions: list[Action] = []
     deferred: deque[Action] = deque()
+
+    def waits(action: Action, unit: int) -> bool:
+        in_its_turn = holds_up(action) or action.kind is ActionKind.FETCH and action.chunk in in_turn
+        return in_its_turn and (action.stage or 0) > unit
+
     for step in range(steps):
         for unit in range(len(leaving)):
-            while deferred and (
-                not holds_up(deferred[0]) or (deferred[0].stage or 0) <= unit + gathers_ahead
-            ):
+            until = unit + gathers_ahead
+            while deferred and not waits(deferred[0], until):
                 actions.append(deferred.popleft())
+            for each in gathered[0 if unit == 0 else until : until + 1] if step else ():
+                actions += each
             actions.append(Action(ActionKind.F, stage=unit, micro_batch=step))
         actions += early
         for unit in reversed(range(len(leaving))):
             actions += [Action(ActionKind.B, stage=unit, micro_batch=step), *leaving[unit]]
         deferred.extend(replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in late)
-    return (*actions, *deferred)
+    return (*actions, *deferred, *(action for each in gathered for action in each))
 
 
 def holds_up(action: Action) -> bool:

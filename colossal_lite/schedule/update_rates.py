@@ -266,7 +266,7 @@ def _ends_step(action: Action) -> bool:
 
 def simulated_updates(work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int) -> ScheduleTimeline:
     """The updates of `count` chunks that hold all the elements, none begun before the norm is known."""
-    how = _how(work, mix, count, gradient=work.gradient_late)
+    how = _how(work, mix, count, gradient=work.gradient_late, weight=work.new_weight)
     plan, memory = update_plan(count, **how), memory_of(count, **how)
     return _simulated(plan, memory, work, rates, count, Computing(0.0, 0.0))
 
@@ -275,17 +275,17 @@ def simulated_steps(
     work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int, computing: Computing
 ) -> ScheduleTimeline:
     """Some steps of `count` units with a chunk each."""
-    how = _how(work, mix, count, gradient=work.gradient + work.resting_gradient)
+    how = _how(work, mix, count, gradient=work.gradient + work.resting_gradient, weight=work.weight)
     plan, memory = run_of(
         [[unit] for unit in range(count)], STEPS, gathers_ahead=computing.gathers_ahead, **how
     )
     return _simulated(plan, memory, work, rates, count, computing)
 
 
-def _how(work: UpdateBytes, mix: UpdateMix, count: int, *, gradient: float) -> dict[str, Any]:
-    """Options of `run_of`. State that rests on the host crosses as it would for updates there. Gradients leave in
-    backward, and the next forward fetches new weights."""
-    crossing = Crossing((ChunkPart.GRADIENT,) if gradient else (), up=work.new_weight > 0)
+def _how(work: UpdateBytes, mix: UpdateMix, count: int, *, gradient: float, weight: float) -> dict[str, Any]:
+    """Options of `run_of`. `gradient`, `weight`: bytes that cross the link for updates on the host. Gradients that rest
+    there leave in backward all the same, and a forward fetches such weights when it gathers them."""
+    crossing = Crossing((ChunkPart.GRADIENT,) if gradient else (), up=weight > 0)
     on_host = dict.fromkeys(sorted(mix.on_host), crossing)
     others = range(count) if work.resting_gradient or work.resting_weight else ()
     return dict(

@@ -10,9 +10,10 @@ placeholders, which no code can read by mistake.
 Source: arXiv 2410.21316 (updates and copies that overlap); unlike the
 delayed update of 2101.06840, no forward sees weights of a step before.  Updates on the host do not block the caller.
 They start as soon as no update on the device comes before them in the plan.  A read of a chunk then waits until its new
-weights have arrived (`arrive`).  An update on the device does not wait for those on the host before it, unless its
-weights rest there.  But chunks arrive in their order, wherever they are updated.  So ranks gather them in the same
-order, also if one of them owns nothing of a chunk.
+weights have arrived (`arrive`).  Those that rest on the host arrive at once.  The copy that brings them to the device
+comes after their update, so the link waits and not the caller.  An update on the device does not wait for those on the
+host before it, unless its weights rest there.  But chunks arrive in their order, wherever they are updated.  So ranks
+gather them in the same order, also if one of them owns nothing of a chunk.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class DeferredUpdates:
         if self._next <= len(self._actions):
             self._run(len(self._actions))
             self._settle(None)
+            self._do(lambda _: self._end(), 0)
             self._next = len(self._actions) + 1
-            self._end()
 
     def mark_failed(self, why: Exception) -> None:
         """The remaining updates never run: a request raises `why`, or the error of an earlier action."""

@@ -353,9 +353,10 @@ class ChunkOptimizer(OptimizerState):
         return True
 
     def arrived(self, chunk: Chunk) -> None:
-        """Wait until the model can read the new weights of a chunk, if it is updated on the host. Raises what its
-        copies or its update have raised."""
-        if self.host_updates is not None:
+        """Wait until the model can read the new weights of a chunk, if it is updated on the host. Those that rest there
+        are fetched after their update, so the link waits and the caller does not. Raises what its copies or its update
+        have raised."""
+        if self.host_updates is not None and (chunk.weights_at_rest is None or self._backward):
             self.host_updates.arrived(self._index[chunk.spec.id])
 
     def leaving(self, chunk: Chunk) -> tuple[Transfer, ...]:
@@ -410,7 +411,10 @@ class ChunkOptimizer(OptimizerState):
             self.shards.defer()
 
     def finish(self, factor: float) -> None:
-        """After the update of the last chunk of a step: weights and state may still be copied back."""
+        """After the update of the last chunk of a step: weights and state may still be copied back. Raises what an
+        update on the host has raised."""
+        if self.host_updates is not None:
+            self.host_updates.finish()
 
     def rest(self) -> None:
         """Wait until all state is back at rest. Raises DiskError."""

@@ -3,7 +3,7 @@ device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -14,14 +14,13 @@ import colossal_lite as cl
 from colossal_lite.engine.engine import Engine
 from colossal_lite.offload.pieces import LEAVING, VISITING, StateKind
 from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.optimizer_updates import Awaited, ChunkPart, Streaming, run_of
+from colossal_lite.schedule.optimizer_updates import Awaited, ChunkPart, Crossing, Streaming, run_of
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import simulate
 from colossal_lite.schedule.step_moments import ACCUMULATING, SharedInterval
 from colossal_lite.schedule.update_mix import UpdateMix
 from tests.offload.test_waiting import (
     LAYERS,
-    ON_HOST,
     RECORD_BYTES,
     Model,
     Seconds,
@@ -62,8 +61,8 @@ class Ran:
     """Virtual seconds of the last of some real steps, and what they were planned as."""
 
     step_s: float
-    on_host: list[int]
-    """The chunks that the host updates."""
+    crossings: dict[int, Crossing]
+    """Of the chunks that the host updates."""
     moving: list[int]
     """Those whose records are off the device."""
     streamed: dict[int, Streaming]
@@ -94,15 +93,14 @@ def ran_mixed(
             before_s = clock.now_s
             engine.train_step((ids, ids.roll(1)))
         optimizer, chunks, shards = engine._optimizer, engine._chunks, engine._optimizer.shards
-        on_host = [i for i, chunk in enumerate(chunks) if optimizer.is_updated_on_host(chunk)]
+        crossings = dict(optimizer.host_updates.crossings) if optimizer.host_updates else {}
         away = [
             i for i, c in enumerate(chunks) if c.weights_at_rest is not None or c.gradient_at_rest is not None
         ]
         streamed = shards.streamed if shards else {}
-        assert {*away} <= {*on_host, *streamed}
+        assert {*away} <= {*crossings, *streamed}
         moving = [i for i in range(LAYERS) if i not in optimizer._on_device]
         prepares = None if shards is None else len(optimizer.early_records)
-        sums = [ChunkPart.GRADIENT.of(chunk, LAYERS) for chunk in away]
         sizes = {
             part.of(i, LAYERS): size
             for i, c in enumerate(chunks)
@@ -113,21 +111,20 @@ def ran_mixed(
         step_s = clock.now_s - before_s
         return Ran(
             step_s,
-            on_host,
+            crossings,
             moving,
             streamed,
             optimizer.mix,
             int(stage == 3),
             prepares,
-            awaited_by(engine, sums),
+            awaited_by(engine),
             sizes,
         )
 
 
-def awaited_by(engine: Engine, sums: list[int]) -> Awaited:
-    """What each action waits for, because its place in the arena lies over that of copies on their way. After the last
-    backward these are all `sums` that rest on the host."""
-    found: dict[tuple[ActionKind, int], list[int]] = {(ActionKind.B, 0): sums}
+def awaited_by(engine: Engine) -> Awaited:
+    """What each action waits for, because its place in the arena lies over that of copies on their way."""
+    found: dict[tuple[ActionKind, int], list[int]] = {}
     arena = engine._optimizer.arena
     keys = [] if arena is None else [(one.what, one.number) for one in arena.plan.live_ranges]
     for (kind, part), kinds in COMES.items():
@@ -149,14 +146,18 @@ def assert_as_simulated(seed: int, placement: str) -> None:
     """Within 0.1 % of the step, by the clock of planted seconds."""
     seconds, how, _ = drawn_mix(seed)
     (ran,) = run_world(ran_mixed, 1, seconds, PLACEMENTS[placement] | dict(update_on=how), 2)
-    assert ran.on_host and (placement in ("host", "all records")) is (len(ran.moving) == LAYERS)
+    assert ran.crossings and (placement in ("host", "all records")) is (len(ran.moving) == LAYERS)
     assert_so(ran, seconds)
 
 
 def assert_so(ran: Ran, seconds: Seconds) -> None:
+    assert ran.step_s == pytest.approx(simulated(ran, seconds), rel=1e-3)
+
+
+def simulated(ran: Ran, seconds: Seconds) -> float:
     plan, held = run_of(
         [[number] for number in range(LAYERS)], STEPS, ahead=ran.mix.ahead, ahead_down=ran.mix.ahead_down,
-        moving=ran.moving, on_host={chunk: ON_HOST[chunk] for chunk in ran.on_host}, streamed=ran.streamed, early=True,
+        moving=ran.moving, on_host=ran.crossings, streamed=ran.streamed, early=True,
         prepares=ran.prepares, gathers_ahead=ran.gathers_ahead, awaited=ran.awaited,
     )  # fmt: skip
     check(plan, memory=held)
@@ -166,7 +167,7 @@ def assert_so(ran: Ran, seconds: Seconds) -> None:
             return ran.sizes_bytes[action.chunk or 0] / round(RECORD_BYTES / seconds.copy)
         return seconds(action)
 
-    assert ran.step_s == pytest.approx(last_step_s(simulate(plan, cost, memory=held), STEPS), rel=1e-3)
+    return last_step_s(simulate(plan, cost, memory=held), STEPS)
 
 
 @pytest.mark.parametrize("placement", [*PLACEMENTS])
@@ -192,22 +193,27 @@ RESTING: dict[str, dict[str, float]] = {
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("what", RESTING)
-def test_so_does_a_step_whose_weights_or_gradients_rest_on_the_host(what: str, precision: str) -> None:
-    seconds, _, _ = drawn_mix(1)
-    memory = dict(placement="static", host_fraction=RESTING[what], update_on="device")
+@pytest.mark.parametrize("update_on", ["device", "host"])
+def test_so_does_a_step_whose_weights_or_gradients_rest_on_the_host(
+    update_on: str, what: str, precision: str
+) -> None:
+    """With updates on the host these hold up no forward but that which reads the weights."""
+    seconds = replace(drawn_mix(1)[0], host=12.0)
+    memory = dict(placement="static", host_fraction=RESTING[what], update_on=update_on)
     (ran,) = run_world(ran_mixed, 1, seconds, memory, 3, precision)
     assert_so(ran, seconds)
 
 
 def assert_drawn_as_simulated(seed: int) -> None:
-    seconds, _, _ = drawn_mix(seed)
+    seconds, how, _ = drawn_mix(seed)
     draw = Random(1000 + seed)
+    update_on = draw.choice(["device", "host", how])
     stage, precision = draw.choice([1, 2, 3, 3]), draw.choice(["fp32", "bf16"])
     share, memory = draw.choice([0.0, 0.2, 0.5, 0.8]), dict(placement="auto", device_budget=2**40)
     if draw.random() < 0.5:
         shares = {kind: draw.choice([0.3, 0.5, 1.0]) for kind in ("weights", "gradients", "optimizer")}
         share, memory = None, dict(placement="static", host_fraction=shares)
-    (ran,) = run_world(ran_mixed, 1, seconds, memory | dict(update_on="device"), stage, precision, share)
+    (ran,) = run_world(ran_mixed, 1, seconds, memory | dict(update_on=update_on), stage, precision, share)
     assert_so(ran, seconds)
 
 

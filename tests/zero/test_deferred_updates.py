@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from colossal_lite.engine.engine import Engine
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.models.gpt import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
+from colossal_lite.offload import host_updates
 from colossal_lite.planner import dry_run, planner
 from colossal_lite.schedule.optimizer_updates import Crossing, update_plan
 from colossal_lite.schedule.plan import Action, ActionKind
@@ -385,6 +386,45 @@ def test_an_update_on_the_device_does_not_wait_for_one_on_the_host_before_it() -
     assert done == ["update 0", "update 2", "update 1"]
     updates.until(1)
     assert done[3:] == ["came 0", "came 1"]
+
+
+def stumbles(env: RankEnv, case: Case, reads_first: bool) -> tuple[list[str], bool]:
+    """What a step and each call after it say, where the third update on the host raises; and whether the failure is
+    known at the end."""
+    calls, run = [0], host_updates._run
+
+    def planted(*args: Any, **more: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RuntimeError("the host stumbled")
+        run(*args, **more)
+
+    said: list[str] = []
+    with suppress(RuntimeError), env.launch(case.full_config) as context:
+        engine = start(case, context)
+        inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
+        with patch.object(host_updates, "_run", planted):
+            calls_of: list[Callable[[], Any]] = [lambda: engine.train_step((inputs, labels))] * 2
+            for call in [*calls_of[reads_first:], engine.full_state_dict, engine.full_state_dict, *calls_of]:
+                try:
+                    call()
+                    said.append("nothing")
+                except RuntimeError as error:
+                    said.append(str(error))
+        is_known = engine._weights.has_failed  # to a load: the weights are a mix
+    return said, is_known
+
+
+@pytest.mark.parametrize("weights", [0.0, 1.0], ids=["on the device", "at rest on the host"])
+@pytest.mark.parametrize("reads_first", [False, True], ids=["a step", "a read"])
+def test_an_update_on_the_host_that_fails_is_raised_by_all_that_follows(
+    reads_first: bool, weights: float
+) -> None:
+    """Also where no forward waits for it but a link that fetches its weights."""
+    memory = dict(placement="static", update_on="host", host_fraction=dict(optimizer=1.0, weights=weights))
+    case = replace(CASE, config=dict(CASE.config, memory=memory, zero=dict(stage=3)))
+    ((said, is_known),) = run_world(stumbles, 1, case, reads_first)
+    assert is_known and said == ["nothing", *["the host stumbled"] * (len(said) - 1)]
 
 
 def test_a_step_that_is_given_up_waits_for_its_updates_on_the_host_and_starts_no_other() -> None:
