@@ -34,6 +34,7 @@ from enum import IntEnum
 from itertools import count, takewhile, zip_longest
 from typing import Any
 
+from colossal_lite.schedule.gather_plan import residents
 from colossal_lite.schedule.interval_packing import most_at_once
 from colossal_lite.schedule.plan import COMPUTE, CPU, DISK, Action, ActionKind, Chunk, Memory, Plan
 
@@ -44,6 +45,8 @@ class ChunkPart(IntEnum):
     RECORD = 0
     GRADIENT = 1
     WEIGHTS = 2
+    GATHERED = 3
+    """The copy of weights at rest on the host that a forward or backward reads."""
 
     def of(self, chunk: int, num_chunks: int) -> int:
         """The number of this part of a chunk in a plan of so many chunks."""
@@ -157,12 +160,15 @@ def run_of(
     early: bool = False,
     prepares: int | None = None,
     gathers_ahead: int = 0,
+    gathers_again: bool = False,
     awaited: Awaited = NOTHING_AWAITED,
 ) -> tuple[Plan, Memory]:
     """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward. `prepares`: so many
     of the first records are fetched in backward; None: all that come before an update. `gathers_ahead`: a unit's
-    weights are gathered so many units before its forward. Those at rest on the host are fetched then. `awaited`: what
-    has its place over that of others. Gradients that rest there leave in backward, and the step ends when they have.
+    weights are gathered so many units before its forward. Those at rest on the host are fetched then, unless they have
+    just been updated on the device. `gathers_again`: they are dropped after the forward, and backward fetches them
+    again. `awaited`: what has its place over that of others. Gradients that rest there leave in backward, and the step
+    ends when they have.
 
     `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
@@ -184,25 +190,51 @@ def run_of(
     resting |= {c for c, parts in on_host.items() if ChunkPart.GRADIENT not in parts.down}
     sent = {c for c, parts in on_host.items() if early and ChunkPart.GRADIENT in parts.down}
     leaving = [_leaving(unit, chunks, num_chunks, resting | sent) for unit, chunks in enumerate(units)]
-    at_rest = {c for c, parts in on_host.items() if not parts.up}
-    gathered = [_gathered(unit, chunks, num_chunks, at_rest) for unit, chunks in enumerate(units)]
-    goes_home = at_rest or any(ChunkPart.WEIGHTS in parts.down for parts in streamed.values())
-    in_turn = {ChunkPart.WEIGHTS.of(c, num_chunks) for c in on_host} if goes_home else ()
-    actions = _steps(steps, prepared, late, leaving, gathered, gathers_ahead, in_turn)
-    weights = {c: (0, ChunkPart.WEIGHTS.of(c, num_chunks)) for c in sorted(on_host)}
-    gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in sorted({*on_host} | resting)}
-    read_by = {c: unit_of[c] - (0 if c in at_rest else gathers_ahead) for c in weights}
+    goes_home = {c for c, parts in streamed.items() if ChunkPart.WEIGHTS in parts.down}
+    at_rest = {c for c, parts in on_host.items() if not parts.up} | goes_home
+    in_turn = {ChunkPart.WEIGHTS.of(c, num_chunks) for c in on_host} if at_rest else ()
+    first_gathers, gathers = (
+        _gathers(units, at_rest, at_rest - here, gathers_ahead, again=gathers_again)
+        for here in (set[int](), goes_home)
+    )
+    actions = _steps(steps, prepared, late, leaving, first_gathers, gathers, gathers_ahead, in_turn)
+    memory = memory_of(num_chunks, **how)
+    read_by = {c: max(0, unit_of[c] - gathers_ahead) for c in on_host if c not in at_rest}
+    memory = _with_gathers(memory, num_chunks, read_by, at_rest, at_rest - goes_home)
+    made_by = {c: unit_of[c] for c in sorted({*on_host} | resting)}
+    return Plan((actions,)), _with_gradients(memory, num_chunks, made_by, resting, awaited)
+
+
+def _with_gathers(
+    memory: Memory, num_chunks: int, read_by: Mapping[int, int], at_rest: Collection[int],
+    fetched: Collection[int],
+) -> Memory:  # fmt: skip
+    """The same with the units that read weights where an update has put them, and copies of those `at_rest`. Every copy
+    of the weights `fetched` comes from the host."""
+    weights, gathered = (
+        {c: (0, part.of(c, num_chunks)) for c in range(num_chunks)}
+        for part in (ChunkPart.WEIGHTS, ChunkPart.GATHERED)
+    )
+    return replace(
+        memory,
+        uses=_by_unit([(unit, weights[c]) for c, unit in read_by.items()]),
+        reads={**memory.reads, **{gathered[c]: (weights[c],) for c in at_rest}},
+        sharded=frozenset(gathered[c] for c in at_rest),
+        offloaded=frozenset((0, gathered[c]) for c in fetched),
+    )
+
+
+def _with_gradients(
+    memory: Memory, num_chunks: int, made_by: Mapping[int, int], resting: Collection[int], awaited: Awaited
+) -> Memory:
+    """The same with the units whose backward makes gradients, and what actions wait for. With the last backward
+    gradients `resting` on the host have left."""
+    gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in made_by}
     waits = {(kind, (0, at)): tuple((0, number) for number in some) for (kind, at), some in awaited.items()}
     last = ActionKind.B, (0, 0)
     waits[last] = (*waits.get(last, ()), *(gradients[c] for c in sorted(resting)))
-    memory = memory_of(num_chunks, **how)
-    return Plan((actions,)), replace(
-        memory,
-        home={**memory.home, **{weights[c]: "device" for c in at_rest}},
-        uses=_by_unit([(max(0, unit), weights[c]) for c, unit in read_by.items()]),
-        made=_by_unit([(unit_of[c], key) for c, key in gradients.items()]),
-        awaited=waits,
-    )
+    made = _by_unit([(unit, gradients[c]) for c, unit in made_by.items()])
+    return replace(memory, made=made, awaited=waits)
 
 
 def _by_unit(keys: Sequence[tuple[int, Chunk]]) -> dict[tuple[int, int], tuple[Chunk, ...]]:
@@ -220,22 +252,49 @@ def _leaving(unit: int, chunks: Sequence[int], num_chunks: int, leave: Collectio
     ]
 
 
-def _gathered(unit: int, chunks: Sequence[int], num_chunks: int, at_rest: Collection[int]) -> list[Action]:
-    """The fetches of a unit's weights when it is gathered: of the chunks `at_rest` on the host."""
-    return [
-        replace(_action(ActionKind.FETCH, ChunkPart.WEIGHTS.of(c, num_chunks)), stage=unit)
-        for c in chunks
-        if c in at_rest
-    ]
+def _gathers(
+    units: Sequence[Sequence[int]],
+    at_rest: Collection[int],
+    fetched: Collection[int],
+    ahead: int,
+    *,
+    again: bool,
+) -> list[list[Action]]:
+    """The gathers and drops of weights `at_rest` on the host before each forward of a step, each backward, and behind
+    the last. `fetched`: those that the first gather of a step fetches; every later one does. `again`: they are dropped
+    after the forward and gathered again; else they stay until the step is over."""
+    num_chunks = sum(map(len, units))
+    unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
+    needs = [frozenset(chunks) for chunks in units]
+    after = residents([*needs, *reversed(needs)], ahead, again)
+    seen: set[int] = set()
+    found: list[list[Action]] = []
+    before: Sequence[int] = ()
+    for every in (*after, ()):
+        there = [c for c in every if c in at_rest]
+        kinds = [(ActionKind.RESHARD, c) for c in before if c not in there]
+        coming = [c for c in there if c not in before]
+        kinds += [(ActionKind.FETCH, c) for c in coming if c in fetched or c in seen]
+        kinds += [(ActionKind.UNSHARD, c) for c in coming]
+        seen.update(coming)
+        found.append(
+            [
+                replace(_action(kind, ChunkPart.GATHERED.of(c, num_chunks)), stage=unit_of[c])
+                for kind, c in kinds
+            ]
+        )
+        before = there
+    return found
 
 
 def _steps(
     steps: int, early: Sequence[Action], late: Sequence[Action], leaving: Sequence[Sequence[Action]],
-    gathered: Sequence[Sequence[Action]], gathers_ahead: int, in_turn: Collection[int],
+    first_gathers: Sequence[Sequence[Action]], gathers: Sequence[Sequence[Action]], gathers_ahead: int,
+    in_turn: Collection[int],
 ) -> tuple[Action, ...]:  # fmt: skip
-    """The actions of a run. A step is forward, the `early` moves of its updates, and backward. Behind each unit its
-    gradients in `leaving` come down. The `late` moves run in the next forward, or at the end. Those that hold up the
-    issuer, or move a number `in_turn`, run when their unit is gathered. Its fetches in `gathered` follow."""
+    """The actions of a run. A step is forward and backward. The `early` moves of its updates are behind the last fetch
+    of `gathers`. Behind each unit its gradients in `leaving` come down. The `late` moves run in the next forward, or at
+    the end. Those that hold up the issuer, or move a number `in_turn`, run when their unit is gathered."""
     actions: list[Action] = []
     deferred: deque[Action] = deque()
 
@@ -243,19 +302,22 @@ def _steps(
         in_its_turn = holds_up(action) or action.kind is ActionKind.FETCH and action.chunk in in_turn
         return in_its_turn and (action.stage or 0) > unit
 
+    last = len(leaving)
     for step in range(steps):
-        for unit in range(len(leaving)):
-            until = unit + gathers_ahead
-            while deferred and not waits(deferred[0], until):
+        moments = gathers if step else first_gathers
+        for unit in range(last):
+            while deferred and not waits(deferred[0], unit + gathers_ahead):
                 actions.append(deferred.popleft())
-            for each in gathered[0 if unit == 0 else until : until + 1] if step else ():
-                actions += each
-            actions.append(Action(ActionKind.F, stage=unit, micro_batch=step))
-        actions += early
-        for unit in reversed(range(len(leaving))):
+            actions += [*moments[unit], Action(ActionKind.F, stage=unit, micro_batch=step)]
+        fetching = [m for m in range(last, 2 * last) if any(a.kind is ActionKind.FETCH for a in moments[m])]
+        for moment in range(last, 2 * last):
+            unit = 2 * last - 1 - moment
+            actions += moments[moment]
+            actions += early if moment == max(fetching, default=last) else ()
             actions += [Action(ActionKind.B, stage=unit, micro_batch=step), *leaving[unit]]
+        actions += moments[-1]
         deferred.extend(replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in late)
-    return (*actions, *deferred, *(action for each in gathered for action in each))
+    return (*actions, *deferred)
 
 
 def holds_up(action: Action) -> bool:

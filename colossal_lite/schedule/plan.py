@@ -296,7 +296,8 @@ class Memory:
       Of the backward of a stage: before what follows it up to the next computing. By kind, then (task, chunk) or
       (task, stage)
     - apart: chunks that on a tier share the budget of this name, and not the tier's
-    - sharded: of `uses`, those that ranks share. They take their bytes on the device from FETCH or UNSHARD to RESHARD
+    - sharded: of `uses`, those that ranks share. They take their bytes on the device from FETCH or UNSHARD to RESHARD.
+      Their `reads` are what FETCH copies from the host
     - offloaded: ranks and those of them whose shard there rests on the host. A FETCH brings it before the UNSHARD
     """
 

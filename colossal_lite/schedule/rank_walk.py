@@ -158,6 +158,7 @@ class RankWalk:
         self.live = self.peak = 0
         self.gathered: dict[tuple[int, int | None, int | None], int] = {}  # and the UNSHARD
         self.fetched: dict[Chunk, int] = {}  # for its gather, by this FETCH
+        self.copied: dict[Chunk | None, tuple[int, ...]] = {}  # and the versions that its copy has
         self.sharded = {_weights(a) for a in mine if a.kind is ActionKind.UNSHARD}
         self.begun: set[tuple[int, int | None]] = set()
         self.due = Counter((a.task, a.stage) for a in mine if table.frees(a))
@@ -204,7 +205,10 @@ class RankWalk:
         for weights in self.sharded - self.gathered.keys():
             if weights[:2] == stage:
                 self.table.fault("its weights are not gathered", node)
-        self.table.needs[node] += [n for weights, n in self.gathered.items() if weights[:2] == stage]
+        for weights, gather in self.gathered.items():
+            if weights[:2] == stage:
+                self.table.needs[node].append(gather)
+                self._refuse_old(node, weights)
         if action.kind is not ActionKind.F:
             self.tiers.read(node, activations, "device")
         elif self.table.due[action.task][action.stage]:
@@ -217,6 +221,11 @@ class RankWalk:
             self.tiers.drop(node, activations, "device")
             for chunk in self.memory.made.get(stage, ()):
                 self.tiers.write(node, chunk, "device", self.tiers.newest[chunk] + 1)
+
+    def _refuse_old(self, node: int, weights: tuple[int, int | None, int | None]) -> None:
+        chunk = None if weights[2] is None else (weights[0], weights[2])
+        if chunk in self.memory.sharded and self.copied[chunk] != self._versions(chunk):
+            self.table.fault(f"{_name(chunk)} was gathered before the update of its weights", node)
 
     def _count(self, change: int) -> None:
         self.live += change
@@ -242,7 +251,9 @@ class RankWalk:
                 f"{_name(chunk)} is {'' if is_here else 'not '}on the device for its gather", node
             )
             return
-        self.fetched[chunk] = node
+        for read in self.memory.reads.get(chunk, ()):
+            self.tiers.read(node, read, "host")
+        self.fetched[chunk], self.copied[chunk] = node, self._versions(chunk)
         self.tiers.take(node, chunk, "device")
 
     def _gather(self, node: int, action: Action) -> None:
@@ -252,6 +263,7 @@ class RankWalk:
         chunk = None if action.chunk is None else (action.task, action.chunk)
         if action.kind is ActionKind.UNSHARD:
             self.gathered[weights] = node
+            self.copied.setdefault(chunk, self._versions(chunk))
             if chunk is not None and (fetch := self.fetched.pop(chunk, None)) is not None:
                 self.table.needs[node].append(fetch)
             elif chunk is not None and (self.rank, chunk) in self.memory.offloaded:
@@ -259,7 +271,13 @@ class RankWalk:
             elif chunk in self.memory.sharded:
                 self.tiers.take(node, chunk, "device")
         elif self.gathered.pop(weights, None) is not None and chunk in self.memory.sharded:
+            del self.copied[chunk]
             self.tiers.free(node, chunk, "device")
+
+    def _versions(self, chunk: Chunk | None) -> tuple[int, ...]:
+        """Of what a gather of this chunk copies."""
+        copied = () if chunk is None else self.memory.reads.get(chunk, ())
+        return tuple(self.tiers.newest[each] for each in copied)
 
     def _step(self, node: int, action: Action) -> None:
         """Apply a REDUCE, TIED_REDUCE or UPDATE. An UPDATE before its stage's first F belongs to the step before."""

@@ -126,16 +126,20 @@ class Computing:
     backward_s: float
     gathers_ahead: int = 0
     """How many units early a forward's weights are gathered, at ZeRO-3."""
+    gathers_again: bool = False
+    """Whether backward gathers them again there."""
 
     @property
     def s(self) -> float:
         return self.forward_s + self.backward_s
 
     @staticmethod
-    def of(seconds: float, *, recomputes: bool, gathers_ahead: int = 0) -> Computing:
+    def of(
+        seconds: float, *, recomputes: bool, gathers_ahead: int = 0, gathers_again: bool = False
+    ) -> Computing:
         """Backward multiplies twice as much as forward, and once more what it recomputes."""
         forward_s = seconds / (4 if recomputes else 3)
-        return Computing(forward_s, seconds - forward_s, gathers_ahead)
+        return Computing(forward_s, seconds - forward_s, gathers_ahead, gathers_again)
 
 
 def operations_of(weights: int, tokens: int, *, recomputes: bool) -> float:
@@ -277,8 +281,9 @@ def simulated_steps(
     """Some steps of `count` units with a chunk each."""
     how = _how(work, mix, count, gradient=work.gradient + work.resting_gradient, weight=work.weight)
     plan, memory = run_of(
-        [[unit] for unit in range(count)], STEPS, gathers_ahead=computing.gathers_ahead, **how
-    )
+        [[unit] for unit in range(count)], STEPS, gathers_ahead=computing.gathers_ahead,
+        gathers_again=computing.gathers_again, **how,
+    )  # fmt: skip
     return _simulated(plan, memory, work, rates, count, computing)
 
 
@@ -303,11 +308,12 @@ def _simulated(
         ChunkPart.RECORD: work.record,
         ChunkPart.GRADIENT: work.gradient + work.resting_gradient,
         ChunkPart.WEIGHTS: work.new_weight,
+        ChunkPart.GATHERED: work.resting_weight,
     }
     computed = {ActionKind.F: computing.forward_s / count, ActionKind.B: computing.backward_s / count}
 
     def moved(action: Action) -> float:
-        if action.kind in computed:
+        if action.kind in computed or action.kind in (ActionKind.UNSHARD, ActionKind.RESHARD):
             return 0.0
         if action.kind is ActionKind.UPDATE:
             return elements * work.host_memory if action.resource == CPU else 0.0
@@ -318,7 +324,7 @@ def _simulated(
         assert action.resource != DISK
         if action.kind in computed:
             return computed[action.kind]
-        if action.kind is not ActionKind.UPDATE:
+        if action.kind is not ActionKind.UPDATE:  # a gather takes no part of these lanes
             return moved(action) / (rates.up if action.kind is ActionKind.FETCH else rates.down)
         if action.resource != CPU:
             return elements / rates.device_update

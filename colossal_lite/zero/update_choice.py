@@ -58,6 +58,7 @@ class UpdateChoice:
         self._memory = memory = config.memory
         self._recomputes = config.activation_checkpoint == "full"
         self._gathers_ahead = config.zero.prefetch if config.zero.stage == 3 else 0
+        self._gathers_again = config.zero.stage == 3 and config.zero.reshard_after_forward is True
         self._ops, self._device, self._gather = ops, device, gather
         self.found: UpdateOn | None = None
         """The mix that "auto" chose, in the config's form; None under another setting."""
@@ -101,7 +102,10 @@ class UpdateChoice:
     def _compute(self, seconds: float) -> None:
         longest_s = max(self._gather(seconds)) if self.is_found else seconds
         self.computing = Computing.of(
-            longest_s, recomputes=self._recomputes, gathers_ahead=self._gathers_ahead
+            longest_s,
+            recomputes=self._recomputes,
+            gathers_ahead=self._gathers_ahead,
+            gathers_again=self._gathers_again,
         )
 
     def __call__(self, work: UpdateBytes, ids: Sequence[int]) -> UpdateMix:

@@ -68,6 +68,7 @@ class Ran:
     streamed: dict[int, Streaming]
     mix: UpdateMix
     gathers_ahead: int
+    gathers_again: bool
     prepares: int | None
     """How many records come in backward."""
     awaited: Awaited
@@ -77,9 +78,9 @@ class Ran:
 
 def ran_mixed(
     env: RankEnv, seconds: Seconds, memory: dict[str, Any], stage: int, precision: str = "fp32",
-    share: float | None = None,
+    share: float | None = None, reads_again: bool = False,
 ) -> Ran:  # fmt: skip
-    """`share` of a budget between the least and the most that it can use."""
+    """`share` of a budget between the least and the most that it can use. `reads_again`: backward reads the weights."""
     clock = Clock()
     memory = memory | dict(rates=dict(up=round(RECORD_BYTES / seconds.copy)))
     optimizer = dict(type="adamw", lr=0.1)
@@ -88,7 +89,7 @@ def ran_mixed(
         config = budgeted(env, config, seconds, share)
     ids = torch.arange(8).view(2, 4)
     with env.launch(config) as context, on_the_clock(clock, seconds):
-        engine = cl.initialize(Model(clock, seconds), context=context)
+        engine = cl.initialize(Model(clock, seconds, LAYERS, reads_again), context=context)
         for _ in range(STEPS):
             before_s = clock.now_s
             engine.train_step((ids, ids.roll(1)))
@@ -105,7 +106,9 @@ def ran_mixed(
             part.of(i, LAYERS): size
             for i, c in enumerate(chunks)
             for part, size in zip(
-                ChunkPart, (optimizer.record_bytes(i), c.gradient.nbytes, c.resting_bytes), strict=True
+                ChunkPart,
+                (optimizer.record_bytes(i), c.gradient.nbytes, c.resting_bytes, c.resting_bytes),
+                strict=True,
             )
         }
         step_s = clock.now_s - before_s
@@ -116,6 +119,7 @@ def ran_mixed(
             streamed,
             optimizer.mix,
             int(stage == 3),
+            reads_again,
             prepares,
             awaited_by(engine),
             sizes,
@@ -158,14 +162,14 @@ def simulated(ran: Ran, seconds: Seconds) -> float:
     plan, held = run_of(
         [[number] for number in range(LAYERS)], STEPS, ahead=ran.mix.ahead, ahead_down=ran.mix.ahead_down,
         moving=ran.moving, on_host=ran.crossings, streamed=ran.streamed, early=True,
-        prepares=ran.prepares, gathers_ahead=ran.gathers_ahead, awaited=ran.awaited,
+        prepares=ran.prepares, gathers_ahead=ran.gathers_ahead, gathers_again=ran.gathers_again, awaited=ran.awaited,
     )  # fmt: skip
     check(plan, memory=held)
 
     def cost(action: Action) -> float:
         if action.kind in (ActionKind.FETCH, ActionKind.EVICT):
             return ran.sizes_bytes[action.chunk or 0] / round(RECORD_BYTES / seconds.copy)
-        return seconds(action)
+        return 0.0 if action.kind in (ActionKind.UNSHARD, ActionKind.RESHARD) else seconds(action)
 
     return last_step_s(simulate(plan, cost, memory=held), STEPS)
 
@@ -191,16 +195,17 @@ RESTING: dict[str, dict[str, float]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "reads_again"), [("fp32", False), ("fp32", True), ("bf16", True)])
 @pytest.mark.parametrize("what", RESTING)
 @pytest.mark.parametrize("update_on", ["device", "host"])
 def test_so_does_a_step_whose_weights_or_gradients_rest_on_the_host(
-    update_on: str, what: str, precision: str
+    update_on: str, what: str, precision: str, reads_again: bool
 ) -> None:
-    """With updates on the host these hold up no forward but that which reads the weights."""
+    """With updates on the host these hold up no forward but that which reads the weights. Backward may fetch them
+    again."""
     seconds = replace(drawn_mix(1)[0], host=12.0)
     memory = dict(placement="static", host_fraction=RESTING[what], update_on=update_on)
-    (ran,) = run_world(ran_mixed, 1, seconds, memory, 3, precision)
+    (ran,) = run_world(ran_mixed, 1, seconds, memory, 3, precision, None, reads_again)
     assert_so(ran, seconds)
 
 
@@ -213,7 +218,8 @@ def assert_drawn_as_simulated(seed: int) -> None:
     if draw.random() < 0.5:
         shares = {kind: draw.choice([0.3, 0.5, 1.0]) for kind in ("weights", "gradients", "optimizer")}
         share, memory = None, dict(placement="static", host_fraction=shares)
-    (ran,) = run_world(ran_mixed, 1, seconds, memory | dict(update_on=update_on), stage, precision, share)
+    memory |= dict(update_on=update_on)
+    (ran,) = run_world(ran_mixed, 1, seconds, memory, stage, precision, share, draw.choice([False, True]))
     assert_so(ran, seconds)
 
 

@@ -71,21 +71,24 @@ class _Planted(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Layer) -> Tensor:
         ctx.layer = layer
+        if layer.reads_again:
+            ctx.save_for_backward(weight)
         layer.clock.compute(f"F{layer.number}", layer.seconds.forward)
         return x + weight
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        assert len(ctx.saved_tensors) == ctx.layer.reads_again
         ctx.layer.clock.compute(f"B{ctx.layer.number}", ctx.layer.seconds.backward)
         return dy, dy.sum((0, 1)), None
 
 
 class Layer(nn.Module):
-    """A layer of planted seconds."""
+    """A layer of planted seconds. `reads_again`: its backward reads the weight too."""
 
-    def __init__(self, clock: Clock, seconds: Seconds, number: int) -> None:
+    def __init__(self, clock: Clock, seconds: Seconds, number: int, reads_again: bool = False) -> None:
         super().__init__()
-        self.clock, self.seconds, self.number = clock, seconds, number
+        self.clock, self.seconds, self.number, self.reads_again = clock, seconds, number, reads_again
         self.weight = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,12 +99,14 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """ids [B, T] to logits [B, T, VOCABULARY] of layers and nothing else that trains."""
 
-    def __init__(self, clock: Clock, seconds: Seconds, layers: int = LAYERS) -> None:
+    def __init__(
+        self, clock: Clock, seconds: Seconds, layers: int = LAYERS, reads_again: bool = False
+    ) -> None:
         super().__init__()
         self.register_buffer(
             "table", torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(0))
         )
-        self.layers = nn.ModuleList(Layer(clock, seconds, number) for number in range(layers))
+        self.layers = nn.ModuleList(Layer(clock, seconds, number, reads_again) for number in range(layers))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.table[ids]

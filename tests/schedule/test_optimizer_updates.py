@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -145,6 +146,48 @@ def test_a_run_that_leaves_out_a_copy_of_streamed_weights_or_gradients_is_refuse
     words.reverse()
     words.remove(left_out)  # the last one
     words.reverse()
+    with pytest.raises(PlanError, match=fault):
+        check(Plan.parse(" ".join(words)), memory=held)
+
+
+AT_REST: dict[str, Any] = dict(
+    ahead=1, early=True, gathers_ahead=1, gathers_again=True,
+    on_host={1: Crossing((ChunkPart.GRADIENT,), up=False)},
+    streamed={2: Streaming((ChunkPart.WEIGHTS,), (ChunkPart.WEIGHTS,))},
+)  # fmt: skip
+"""Chunk 1 is updated on the host and 2 on the device, and the weights of both rest on the host."""
+
+
+def test_weights_at_rest_are_fetched_when_they_are_gathered_but_for_those_that_an_update_has_on_the_device() -> (
+    None
+):
+    """`#13` and `#14` are the copies that forward and backward read."""
+    run, held = run_of([[0], [1], [2], [3]], 2, **AT_REST)
+    check(run, memory=held)
+    words = str(run).split()
+    assert " ".join(words[words.index("0B0") + 1 : words.index("0B1") + 1]) == (
+        "1UPDATE0#1@cpu 0UPDATE0#0 0EVICT#0 2FETCH#2 2FETCH#10 3FETCH#3 1FETCH#13 1UNSHARD#13 0F1 "
+        "2UPDATE0#2 2EVICT#2 2EVICT#10 2UNSHARD#14 1F1 3UPDATE0#3 3EVICT#3 1RESHARD#13 2F1 3F1 "
+        "3B1 1FETCH#13 1UNSHARD#13 0FETCH#0 2B1 2RESHARD#14 1B1 1EVICT#5 1RESHARD#13 0B1"
+    )
+
+
+@pytest.mark.parametrize(
+    "word, to, fault",
+    [
+        ("1UPDATE0#1@cpu", "0F1", "was gathered before the update"), ("2UPDATE0#2", "1F1", "was gathered before"),
+        ("2EVICT#10", None, "chunk 10 is stale on the host"),
+        ("1FETCH#13", None, "the shard of chunk 13 is on the host"),
+    ],
+)  # fmt: skip
+def test_a_gather_of_weights_at_rest_before_their_update_is_refused(
+    word: str, to: str | None, fault: str
+) -> None:
+    run, held = run_of([[0], [1], [2], [3]], 2, **AT_REST)
+    words = str(run).split()
+    words.remove(word)
+    if to is not None:
+        words.insert(words.index(to), word)
     with pytest.raises(PlanError, match=fault):
         check(Plan.parse(" ".join(words)), memory=held)
 

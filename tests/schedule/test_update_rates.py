@@ -91,6 +91,23 @@ def test_a_step_without_updates_to_wait_for_takes_what_it_computes() -> None:
         assert seconds == pytest.approx(COMPUTED.forward_s + COMPUTED.backward_s, rel=0.01)
 
 
+@pytest.mark.parametrize("share", [Fraction(0), Fraction(1, 2), Fraction(1)])
+@pytest.mark.parametrize("backward_s, waits", [(0.01, True), (100.0, False)])
+def test_weights_at_rest_that_backward_fetches_again_are_waited_for_where_it_cannot_hide_them(
+    backward_s: float, waits: bool, share: Fraction
+) -> None:
+    """At ZeRO-3, one unit ahead. Of 8 units all but the last two are fetched again, each for as long as its copy."""
+    work = replace(WHOLE, chunks=8, weight=0, resting_weight=2)
+    rates = Rates(1e13, 1e13, up=1e9, down=1e15)
+    mix = mix_of(share, range(8))
+    kept, again = (
+        simulated_s(work, rates, mix, 8, Computing(100.0, backward_s, gathers_ahead=1, gathers_again=each))
+        for each in (False, True)
+    )
+    fetched_s = 6 / 8 * work.elements * work.resting_weight / rates.up
+    assert again - kept == pytest.approx(fetched_s if waits else 0.0, rel=0.02, abs=0.02 * fetched_s)
+
+
 def assert_near_the_best(seed: int, most: int) -> None:
     draw = random.Random(seed)
     count = draw.randint(2, most)
