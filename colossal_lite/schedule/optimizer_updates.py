@@ -60,8 +60,7 @@ def part_of(number: int, num_chunks: int) -> tuple[ChunkPart, int]:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What crosses the link for a chunk that is updated on the host: what comes down, and whether its weights go
-    up."""
+    """The parts of a chunk that come down for its update on the host, and whether its weights go up."""
 
     down: tuple[ChunkPart, ...] = (ChunkPart.GRADIENT,)
     up: bool = True
@@ -260,8 +259,8 @@ def _gathers(
     *,
     again: bool,
 ) -> list[list[Action]]:
-    """The gathers and drops of weights `at_rest` on the host before each forward of a step, each backward, and behind
-    the last. `fetched`: those that the first gather of a step fetches; every later one does. `again`: they are dropped
+    """The gathers and drops of weights `at_rest` on the host: a list for each forward of a step, each backward, and its
+    end. `fetched`: those that the first gather of a step fetches; every later one does. `again`: they are dropped
     after the forward and gathered again; else they stay until the step is over."""
     num_chunks = sum(map(len, units))
     unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
