@@ -660,6 +660,7 @@ class Engine:
             pass_over=self._pass_over,
             is_empty=lambda i: parts[i].size == 0,
             gather=self._weights.gather,
+            is_in_slot=self._weights.is_in_slot,
             reduce=lambda action: self._hooks.reduce(_chunk_of(action)),
             tied_reduce=self._tied_reduce,
         )

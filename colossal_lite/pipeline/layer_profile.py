@@ -31,7 +31,7 @@ from colossal_lite.parallel.loss import Loss
 from colossal_lite.parallel.parallelize import Parallelized
 from colossal_lite.pipeline.model_units import Sections, UnitModules
 from colossal_lite.pipeline.partition import Unit
-from colossal_lite.pipeline.runtime import MessageMeta, flat
+from colossal_lite.pipeline.runtime import MessageMeta, flat, inlet
 from colossal_lite.transforms.split_backward import (
     BackwardRoot,
     WeightGradStore,
@@ -147,7 +147,7 @@ class Profiler:
 
 def _leaves(carried: Any) -> Any:
     """The outputs of a unit, detached. Those that had gradients take gradients."""
-    tensors = [t.detach().requires_grad_(t.requires_grad) for t in flat(carried)[1]]
+    tensors = [inlet(t.detach().requires_grad_(t.requires_grad)) for t in flat(carried)[1]]
     return MessageMeta.of(carried).packed(tensors)
 
 

@@ -43,8 +43,8 @@ TOKENS = 1024
 TABLES = (nn.Embedding, nn.EmbeddingBag, VocabularyEmbedding, PositionEmbedding, Embedding2D, Embedding3D)
 """Modules whose weight is looked up."""
 
-Carried = Tensor | tuple[Tensor, ...] | Mapping[str, Tensor]
-"""What passes from one unit to the next: a tensor, or a flat tuple or dict of them."""
+Carried = Tensor | tuple[Tensor, ...] | list[Tensor] | Mapping[str, Tensor]
+"""What passes from one unit to the next: a tensor, or a flat tuple, list or dict of them."""
 
 
 class Sections(Protocol):

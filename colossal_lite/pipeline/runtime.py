@@ -17,7 +17,7 @@ Cost of a message: its bytes, in the ledger; headers are not counted.
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -59,6 +59,7 @@ class Work:
     - forwards_ended: behind the last F of the list
     - is_empty: nothing of this micro-batch is here, and its forward is passed over
     - gather: does FETCH, UNSHARD and RESHARD
+    - is_in_slot: whether a tensor is a gathered weight, or a view of one
     """
 
     forward: Callable[[int, int, Any], Any]
@@ -69,8 +70,13 @@ class Work:
     pass_over: Callable[[], None]
     is_empty: Callable[[int], bool]
     gather: Callable[[Action], None]
+    is_in_slot: Callable[[Tensor], bool]
     reduce: Callable[[Action], None]
     tied_reduce: Callable[[Action], None]
+
+
+KINDS: Mapping[str, Callable[[Any], Any]] = {kind.__name__: kind for kind in (tuple, list, dict, OrderedDict)}
+"""Of what may pass on beside a tensor: the next stage gets one of the same kind."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +86,17 @@ class MessageMeta:
     keys: tuple[str, ...] | int | None
     tensors: tuple[tuple[str, tuple[int, ...], bool], ...]
     """dtype, shape, and whether a gradient is sent back."""
+    kind: str = "tuple"
+    """One of `KINDS`, where there are keys or a number."""
 
     @classmethod
     def of(cls, carried: Any) -> MessageMeta:
         keys, tensors = flat(carried)
-        return cls(keys, tuple((_name(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors))
+        rows = tuple((_name(t.dtype), tuple(t.shape), t.requires_grad) for t in tensors)
+        return cls(keys, rows) if keys is None else cls(keys, rows, type(carried).__name__)
 
     def encode(self) -> Tensor:
-        text = json.dumps([self.keys, self.tensors]).encode()
+        text = json.dumps([self.keys, self.tensors, self.kind]).encode()
         if len(text) > HEADER_BYTES:
             raise ValueError(
                 f"parallel.pipeline: a stage gives {len(self.tensors)} tensors; send fewer at once"
@@ -96,10 +105,11 @@ class MessageMeta:
 
     @classmethod
     def decode(cls, header: Tensor) -> MessageMeta:
-        keys, rows = json.loads(bytes(header.tolist()))
+        keys, rows, kind = json.loads(bytes(header.tolist()))
         return cls(
             tuple(keys) if isinstance(keys, list) else keys,
             tuple((dtype, tuple(shape), takes) for dtype, shape, takes in rows),
+            kind,
         )
 
     def __str__(self) -> str:
@@ -109,11 +119,11 @@ class MessageMeta:
             f"{key}{' ' * bool(key)}{list(shape)} {dtype}{'' if takes else ' without gradient'}"
             for key, (dtype, shape, takes) in rows
         )
-        return f"a tuple of {told or 'nothing'}" if isinstance(self.keys, int) else told
+        return f"a {self.kind} of {told or 'nothing'}" if isinstance(self.keys, int) else told
 
     def legal_beside(self, agreed: MessageMeta) -> str:
         """What to do where a message has this form, and another one is agreed."""
-        forms = [(form.keys, [row[:2] for row in form.tensors]) for form in (self, agreed)]
+        forms = [(form.kind, form.keys, [row[:2] for row in form.tensors]) for form in (self, agreed)]
         if forms[0] == forms[1]:  # but for gradients
             return "parameters that are frozen before the first step, not between two (requires_grad_(False))"
         return "tensors that follow from the shape of the inputs alone"
@@ -121,7 +131,8 @@ class MessageMeta:
     def packed(self, tensors: Sequence[Tensor]) -> Any:
         if self.keys is None:
             return tensors[0]
-        return tuple(tensors) if isinstance(self.keys, int) else dict(zip(self.keys, tensors, strict=True))
+        members = tensors if isinstance(self.keys, int) else zip(self.keys, tensors, strict=True)
+        return KINDS[self.kind](members)
 
 
 def flat(carried: Any, giver: str = "a stage") -> tuple[tuple[str, ...] | int | None, tuple[Tensor, ...]]:
@@ -129,16 +140,37 @@ def flat(carried: Any, giver: str = "a stage") -> tuple[tuple[str, ...] | int | 
     other things."""
     if isinstance(carried, Tensor):
         return None, (carried,)
-    named, several = isinstance(carried, Mapping), isinstance(carried, Mapping | tuple | list)
+    named, several = isinstance(carried, Mapping), type(carried) in KINDS.values()
     members = tuple(carried.values() if named else carried) if several else ()
     odd = {type(member).__name__ for member in members if not isinstance(member, Tensor)}
     odd |= {f"key {key!r}" for key in carried if not isinstance(key, str)} if named else set()
     if odd or not several:
         what = f"{type(carried).__name__} of {', '.join(sorted(odd))}" if several else type(carried).__name__
         raise ValueError(
-            f"parallel.pipeline: {giver} gives a {what}; legal: a tensor, or a flat tuple or dict (by words) of tensors"
+            f"parallel.pipeline: {giver} gives a {what}; legal: a tensor, or a flat tuple, list or dict (by words) of "
+            f"tensors"
         )
     return tuple(carried) if named else len(members), members
+
+
+class Inlet(torch.autograd.Function):
+    """A leaf as its stage may use it. Code that writes in place, as `ReLU(inplace=True)`, may not write to a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def inlet(leaf: Tensor) -> Tensor:
+    """What code of a stage gets in the place of a leaf."""
+    if not (leaf.requires_grad and torch.is_grad_enabled()):
+        return leaf
+    inner: Tensor = Inlet.apply(leaf)  # type: ignore[no-untyped-call]
+    return inner
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -350,7 +382,7 @@ class _Step:
                 tensor.detach().requires_grad_(takes)
                 for tensor, (_, _, takes) in zip(self._arrived(came), came.form.tensors, strict=True)
             )
-            carried = came.form.packed(leaves)
+            carried = came.form.packed([inlet(leaf) for leaf in leaves])
         outputs = self.work.forward(stage, micro_batch, carried)
         form, given = MessageMeta.of(outputs), list[Tensor]()
         tensors = [t for t in flat(outputs)[1]]
@@ -425,10 +457,13 @@ class _Step:
                 f"parallel.pipeline: stage {stage} passes on {form} for micro-batch {micro_batch}, where {agreed} is "
                 f"agreed; legal: {form.legal_beside(agreed)}"
             )
-        # A tensor that a stage passes on unchanged is in a slot, which is reused before this message is sent.
+        # A tensor that a stage passes on unchanged is in a slot, of messages or of gathered weights. That is reused
+        # before this message is sent or read.
         slots = {flat.untyped_storage().data_ptr() for _, flat in self.lent.get(subject, ())}
         tensors = [
-            tensor.detach().clone() if tensor.untyped_storage().data_ptr() in slots else tensor.detach()
+            tensor.detach().clone()
+            if tensor.untyped_storage().data_ptr() in slots or self.work.is_in_slot(tensor)
+            else tensor.detach()
             for tensor in tensors
         ]
         if self.runtime.placement[to[0]] == self.runtime.comm.coord:
@@ -471,7 +506,7 @@ class _Step:
             slots = self.runtime.slots(getattr(torch, dtype), prod(shape), self.planned * len(form.tensors))
             flat = slots.take(prod(shape))
             self.lent.setdefault(subject, []).append((slots, flat))
-            tensors.append(flat.view(shape))
+            tensors.append(flat.view(shape).data)  # slots are one storage, and would share a version
         pending = [comm.receive_async(tensor, source, about) for tensor in tensors]
         self.came[action.kind, subject] = _Arriving(form, tensors, pending)
         if self.agrees:

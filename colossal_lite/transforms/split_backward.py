@@ -92,7 +92,7 @@ class BackwardRoot(Function):
     @staticmethod
     def forward(ctx: Any, given: list[Tensor], *outputs: Tensor) -> Tensor:
         ctx.given = given
-        return outputs[0].new_zeros(())
+        return outputs[0].new_zeros((), dtype=outputs[0].dtype.to_real())
 
     @staticmethod
     def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, ...]:

@@ -161,6 +161,10 @@ class ForwardGates:
         """Do a FETCH, an UNSHARD or a RESHARD of the list. Collective where other ranks have shards."""
         raise AssertionError(f"{action}: no weights are sharded here")
 
+    def is_in_slot(self, tensor: Tensor) -> bool:
+        """Whether this tensor is in memory that other weights take when its stage has run."""
+        return False
+
     def arrive(self, stage: int) -> None:
         """Wait for the weights of a stage that computes next."""
 

@@ -121,6 +121,10 @@ class ShardedWeights(ForwardGates, ABC):
             self._refuse_read(chunk)
         return tensor, tensor._version
 
+    def is_in_slot(self, tensor: Tensor) -> bool:
+        storage = storage_of(tensor)
+        return storage in self._slots_in or storage in self._placeholders
+
     def _note_read(self, stage: int, chunk: WeightChunk) -> None:
         if chunk.is_sharded:
             self._refuse_read(chunk)

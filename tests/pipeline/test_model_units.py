@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "a stage that gives another object": (
         "namespace", dict(pipeline=dict(partition=(2, 2))),
-        ("stage 0, by its last unit '1', gives a SimpleNamespace", "a tensor, or a flat tuple or dict"),
+        ("stage 0, by its last unit '1', gives a SimpleNamespace", "a tensor, or a flat tuple, list or dict"),
     ),
     "a stage that gives a tuple with a gap": (
         "gap", dict(pipeline=dict(partition=(2, 2))), ("stage 0, by its last unit '1', gives a tuple of NoneType",),
