@@ -53,6 +53,8 @@ def _faults(loader: DataLoader[Any]) -> Iterator[str]:
     is_known = (
         draws_plainly or type(sampler) is SequentialSampler or isinstance(loader.dataset, IterableDataset)
     )
+    if isinstance(sampler, RandomSampler | SequentialSampler) and sampler.data_source is not loader.dataset:
+        yield from _other_source(sampler.data_source, loader.dataset)
     if loader.batch_size is not None and not is_known:
         yield f"sampler: {type(sampler).__name__}, and {ORDER}; legal: shuffle=True or False, torch.utils.data.Subset"
     if loader.generator is not None or getattr(sampler, "generator", None) is not None:
@@ -61,3 +63,12 @@ def _faults(loader: DataLoader[Any]) -> Iterator[str]:
         yield f"in_order=False: batches would come in any order, and {ORDER}; legal: True"
     if loader.pin_memory_device:
         yield f"pin_memory_device={loader.pin_memory_device!r}: batches are pinned for the context's device; legal: ''"
+
+
+def _other_source(source: Any, dataset: Any) -> Iterator[str]:
+    """A fault where a sampler draws from another number of samples than the dataset has."""
+    if (drawn := len(source)) != (held := len(dataset)):
+        yield (
+            f"sampler: of {drawn} samples, and the dataset has {held}; legal: torch.utils.data.Subset(dataset, "
+            f"range({min(drawn, held)}))"
+        )

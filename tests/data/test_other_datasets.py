@@ -13,6 +13,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
+    RandomSampler,
     SequentialSampler,
     WeightedRandomSampler,
 )
@@ -80,6 +81,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "sampler": (
         DataLoader(ROWS, batch_size=2, sampler=WeightedRandomSampler([0.5] * 22, 22)),
         "sampler: WeightedRandomSampler, and the order of samples follows from config.seed; legal: shuffle",
+    ),
+    "a sampler of other samples": (
+        DataLoader(ROWS, batch_size=2, sampler=RandomSampler(range(10))),
+        r"sampler: of 10 samples, and the dataset has 22; legal: torch.utils.data.Subset",
     ),
     "generator": (DataLoader(ROWS, batch_size=2, shuffle=True, generator=torch.Generator()), "generator: given"),
     "batch_sampler": (
