@@ -112,14 +112,17 @@ class SaveJob:
                 return {"name": name, "faults": [refused]}
             for run in self.claims.leftovers(self.directory):
                 for path in self.directory.glob(f"{_HIDDEN}*-{run}-*"):
-                    shutil.rmtree(path)
+                    _remove(path)
             free = shutil.disk_usage(self.directory).free
             if free < self.needed_bytes:
                 need = f"{self.needed_bytes / 1e9:.3f} GB needed, {free / 1e9:.3f} GB free"
                 return {"name": name, "faults": [f"{self.directory}: {need}"]}
             (self.directory / name).mkdir()
         except OSError as error:
-            return {"name": name, "faults": [f"{error.filename or self.directory}: {error.strerror}"]}
+            return {
+                "name": name,
+                "faults": [f"{error.filename or self.directory}: {error.strerror or error}"],
+            }
         facts = self.facts
         return {
             "name": name, "faults": [], "step": facts.step, "samples": facts.samples, "loaded": facts.loaded
@@ -235,8 +238,16 @@ class SaveJob:
                 gone = self.directory / f"{_HIDDEN}old-{path.name}-{self._mark()}"
                 try:
                     os.rename(path, gone)  # a half-deleted checkpoint must not keep its name
-                    shutil.rmtree(gone)
+                    _remove(gone)
                 except OSError as error:
-                    warnings.warn(f"{path}: could not be deleted: {error.strerror}", stacklevel=2)
+                    warnings.warn(f"{path}: could not be deleted: {error.strerror or error}", stacklevel=2)
                 continue
             whole += path in self.line.checked
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, or what has the name of one. The target of a link stays."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)

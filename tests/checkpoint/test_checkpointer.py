@@ -678,6 +678,17 @@ def test_pruning_counts_only_what_this_run_has_checked(tmp_path: Path) -> None:
         assert list(verify(tmp_path / left[0])) == []
 
 
+def test_a_run_saves_on_where_an_older_checkpoint_was_moved_and_linked(tmp_path: Path) -> None:
+    """The link goes as an old checkpoint does, and what it shows stays."""
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    run_world(saves, 1, on("1"), str(folder), 2)
+    old = folder / "step-00000001"
+    old.rename(elsewhere)
+    old.symlink_to(elsewhere)
+    run_world(saves, 1, on("1", checkpoint=dict(keep=1)), str(folder), 4)
+    assert {path.name for path in folder.iterdir()} == {"step-00000004"} and list(verify(elsewhere)) == []
+
+
 def goes_on_from_the_first(env: RankEnv, case: Case, folder: str) -> None:
     with engine_of(env, case) as engine:
         engine.load(f"{folder}/step-00000001")
