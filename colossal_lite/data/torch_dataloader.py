@@ -53,8 +53,9 @@ def _faults(loader: DataLoader[Any]) -> Iterator[str]:
     is_known = (
         draws_plainly or type(sampler) is SequentialSampler or isinstance(loader.dataset, IterableDataset)
     )
-    if isinstance(sampler, RandomSampler | SequentialSampler) and sampler.data_source is not loader.dataset:
-        yield from _other_source(sampler.data_source, loader.dataset)
+    source: Any = getattr(sampler, "data_source", loader.dataset)
+    if type(sampler) in (RandomSampler, SequentialSampler) and source is not loader.dataset:
+        yield from _other_source(source, loader.dataset)
     if loader.batch_size is not None and not is_known:
         yield f"sampler: {type(sampler).__name__}, and {ORDER}; legal: shuffle=True or False, torch.utils.data.Subset"
     if loader.generator is not None or getattr(sampler, "generator", None) is not None:

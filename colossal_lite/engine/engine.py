@@ -466,12 +466,14 @@ class Engine:
         self, directory: str | Path, *, samples: Callable[[], int] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Save to this directory when a signal stops the run, with `extra` and with `samples()` (None: as counted).
-        Otherwise that is where the engine has saved to last, or resumed from, with the `extra` of then. Raises
-        ValueError if another open engine of this context saves there."""
+        """Save to this directory when a signal stops the run: what `extra` has then, and `samples()` (None: as
+        counted). Otherwise that is where the engine has saved to last, or resumed from, with the `extra` of then.
+        Raises ValueError if another open engine of this context saves there."""
         folder = folder_given("save_on_stop", directory)
         self.context.engines.saves("save_on_stop", folder, self._state)
-        self._state.stop_point = StopPoint(self.context.is_main, folder, extra or {}, samples, is_given=True)
+        self._state.stop_point = StopPoint(
+            self.context.is_main, folder, {} if extra is None else extra, samples, is_given=True
+        )
 
     # ---- reports ----
 

@@ -125,11 +125,12 @@ class EngineState:
         self._context.engines.saves("save", directory, self)
         self.checkpoints.settle()
         self._end_after_failures()
-        self.stop_point = self.stop_point.after(directory, extra or {})
+        extra = {} if extra is None else extra
+        self.stop_point = self.stop_point.after(directory, extra)
         if samples is not None:
             self._step.samples_before = samples
         try:
-            return self._save(directory, extra or {})
+            return self._save(directory, extra)
         except CheckpointError:
             self._end_after_failures()
             raise

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,6 +131,35 @@ def apart(env: RankEnv, when: str) -> tuple[str, float]:
         engine = cl.initialize(model(), context=context, lr_lambda=lambda step: rates.pop(0))
         told = told_of(lambda: engine.train_step(own_part(env)))
         return told, float(engine.train_step(own_part(env)).loss)
+
+
+def keeps_a_plateau(env: RankEnv, folder: str, signalled: bool) -> list[float]:
+    """Rates of the steps of one engine, which goes on from where the last one saved."""
+    rates, plateau, kept = list[float](), Plateau(), dict[str, float]()
+
+    def see(result: cl.StepResult) -> None:
+        rates.append(result.lr)
+        plateau.see(result.step)  # it rises, so the rate is halved
+        kept.update(vars(plateau))
+
+    with suppress(cl.Stopped), env.launch(CONFIG) as context:
+        engine = cl.initialize(model(), context=context, lr_lambda=plateau)
+        engine.on_step(see)
+        engine.save_on_stop(folder, extra=kept)
+        if (loaded := engine.resume(folder)) is not None:
+            vars(plateau).update(loaded.manifest.extra)
+        while engine.steps < STEPS:
+            if signalled and engine.steps == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            engine.train_step(own_part(env))
+    return rates
+
+
+def test_what_a_function_keeps_goes_on_after_a_signal_by_the_extra_of_its_save(tmp_path: Path) -> None:
+    whole = run_world(keeps_a_plateau, 1, str(tmp_path / "whole"), False)[0]
+    begun = run_world(keeps_a_plateau, 2, str(tmp_path / "cut"), True)[0]
+    gone_on = run_world(keeps_a_plateau, 1, str(tmp_path / "cut"), False)[0]
+    assert len(begun) == 2 and begun + gone_on == whole == [0.1, 0.1 / 2, 0.1 / 3 / 2, 0.1 / 4 / 4]
 
 
 @pytest.mark.parametrize("when", ["step", "backward"])
