@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.layers.tensor_1d_layers import SharedHead, with_padding
+from colossal_lite.numerics.torch_modes import refuse_autocast
 from colossal_lite.transforms.saved_results import save_for_recompute
 from colossal_lite.transforms.split_backward import WeightGradStore, add_bias, deliver
 
@@ -63,6 +64,7 @@ class _Product(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, cut: ProductSpec, queue: WeightGradStore | None
     ) -> Tensor:
+        refuse_autocast(weight)
         ctx.cut, ctx.queue = cut, queue
         if (
             queue is not None

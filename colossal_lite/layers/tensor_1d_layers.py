@@ -22,6 +22,7 @@ from colossal_lite.distributed.communicator import Communicator, PendingCollecti
 from colossal_lite.kernels import Ops
 from colossal_lite.layers.swap_checks import has_forward_of
 from colossal_lite.layers.whole_sizes import Cut, Part, features_of_part, local
+from colossal_lite.numerics.torch_modes import refuse_autocast
 from colossal_lite.transforms.saved_results import save_for_recompute
 from colossal_lite.transforms.split_backward import (
     WeightGradStore,
@@ -331,6 +332,7 @@ class _ColwiseLinear(Function):
         def product() -> Tensor:
             return F.linear(_gather_async(x, mode).wait(), weight, bias)
 
+        refuse_autocast(weight)
         ctx.mode, ctx.queue = mode, queue
         if (
             queue is not None
@@ -384,6 +386,7 @@ class _RowwiseLinear(Function):
             y = _sum_async(F.linear(x, weight), mode).wait()
             return y if bias is None else y.add_(bias)
 
+        refuse_autocast(weight)
         ctx.mode, ctx.queue = mode, queue
         if (
             queue is not None

@@ -91,6 +91,25 @@ def naming_transforms() -> Iterator[None]:
         ) from error
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype to which torch.autocast casts x for a product, if it is on and that is another dtype."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return None
+    cast = torch.get_autocast_dtype(kind)
+    return None if cast == x.dtype else cast
+
+
+def refuse_autocast(weight: Tensor) -> None:
+    """Raises ValueError where torch.autocast would cast the weight of a product whose backward is written by hand."""
+    if (cast := autocast_dtype(weight)) is not None:
+        name = {torch.bfloat16: "precision='bf16'", torch.float16: "precision='fp16'"}.get(cast, "precision")
+        raise ValueError(
+            f"torch.autocast: it casts to {cast} in a layer of parallel.tensor or of schedule zb-h1 or zb-v, whose "
+            f"weights stay {weight.dtype}. Legal: {name} in the config, without autocast. Or autocast without both"
+        )
+
+
 def tensors_in(values: Any) -> list[Tensor]:
     """The tensors among the arguments or results of an operation."""
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from colossal_lite.kernels import Ops
 from colossal_lite.layers.tensor_1d_layers import Head, gather_from_sequence_region, with_padding
 from colossal_lite.models import GPT
+from colossal_lite.numerics.torch_modes import autocast_dtype
 from colossal_lite.parallel.small_copy import TOKENS, deep_copy
 from colossal_lite.transforms.split_backward import WeightGradStore, deliver, linear, store_for
 
@@ -108,6 +109,8 @@ class FusedHead:
         parts = mode.size if mode is not None and mode.sequence_parallel else 1
         if labels is None or input.dim() != 3 or (input.shape[0], input.shape[1] * parts) != labels.shape:
             return self._plain(input)
+        if autocast_dtype(input) or autocast_dtype(head.weight):
+            return self._plain(input)  # torch casts for its own products, not for ours
         rows = input if mode is None else gather_from_sequence_region(input, mode)
         weight, cut = head.weight, dict[str, Any]()
         weight = _deferring(weight, store_for(head.weight_grad_store, weight))

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from colossal_lite.models.gpt import Norm
+from colossal_lite.numerics.torch_modes import refuse_autocast
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ def _no_view(y: Tensor) -> Tensor:
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightGradStore) -> Tensor:
+        refuse_autocast(weight)
         ctx.save_for_backward(x, weight)
         # The tensors themselves, not recomputation's copies: gradients are delivered to them.
         ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
