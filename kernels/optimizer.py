@@ -73,7 +73,7 @@ def adamw_(
         )
         buffers = (param, grad, exp_avg, exp_avg_sq)
         return _by_widened(adamw_, buffers, low, residual, ties, draws, step, numbers)
-    steps = torch.full((), float(step), device=param.device)
+    steps = torch.full((), float(step), dtype=torch.float32, device=param.device)
     divisor, scaled = _scaled(grad_scale, param)
     for p, g, m, v in _pieces(param, grad, low, residual, ties, exp_avg, exp_avg_sq):
         if divisor is not None:
@@ -277,7 +277,7 @@ def _scaled(grad_scale: float | Tensor, param: Tensor) -> tuple[Tensor | None, d
         return grad_scale, {}
     return None, {
         "grad_scale": grad_scale.to(device=param.device, dtype=torch.float32),
-        "found_inf": torch.zeros((), device=param.device),
+        "found_inf": torch.zeros((), dtype=torch.float32, device=param.device),
     }
 
 

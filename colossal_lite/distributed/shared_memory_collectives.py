@@ -219,7 +219,7 @@ def is_rounded(term: Tensor, count: int) -> bool:
 def add_wide(terms: Sequence[Tensor], target: Tensor) -> None:
     """Sum terms of 16 bits in float32, in their order, rounded once, into `target`, which may be one of them."""
     flat, out = [term.reshape(-1) for term in terms], target.reshape(-1)
-    wide = torch.empty(min(WIDE_NUMEL, out.numel()), device=target.device)
+    wide = torch.empty(min(WIDE_NUMEL, out.numel()), dtype=torch.float32, device=target.device)
     scratch = torch.empty_like(wide)
     for start in range(0, out.numel(), WIDE_NUMEL):
         first, *rest = (each[start : start + WIDE_NUMEL] for each in flat)

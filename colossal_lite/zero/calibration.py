@@ -76,7 +76,7 @@ def measure(device: torch.device, ops: Ops, disk_dir: Path | None = None) -> Mea
     """The rates of this machine between the host and `device`. Raises DiskError where `disk_dir` cannot be written."""
     host = torch.device("cpu")
     state = [host_room(NUMEL, torch.float32, device) for _ in range(4)]
-    there = [torch.zeros(NUMEL, device=device) for _ in range(4)]
+    there = [torch.zeros(NUMEL, dtype=torch.float32, device=device) for _ in range(4)]
     host_ops = ops if device.type == "cpu" else TORCH
     size_bytes = NUMEL * 4
     with (
@@ -132,8 +132,8 @@ def _beside(
 
 def _empty_chunks(ops: Ops, device: torch.device, up: Link, down: Link, updates: Link) -> None:
     """Copies and updates of chunks of few elements."""
-    here = [torch.zeros(16) for _ in range(4)]
-    there = [torch.zeros(16, device=device) for _ in range(4)]
+    here = [torch.zeros(16, dtype=torch.float32) for _ in range(4)]
+    there = [torch.zeros(16, dtype=torch.float32, device=device) for _ in range(4)]
     back: list[Transfer] = []
     for _ in range(EMPTY):
         came = down.copy(here[1], there[1])
