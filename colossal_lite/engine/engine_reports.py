@@ -71,15 +71,26 @@ class EngineReports:
         return self._metering.timeline(self.memory_report())
 
     def timeline(self) -> ScheduleTimeline:
+        self._refuse_ended("timeline")
         return self._runtime.timeline()
 
     def schedule_report(self) -> ScheduleReport:
+        self._refuse_ended("schedule_report")
         if self._runtime.plan is None:
             raise ValueError("schedule_report: no step has run; legal: after train_step or eval_step")
         sharding = sharding_of(self._parts.context.config)
         return report_of(
             self._runtime.plan, self._parts.built.stages, self._runtime.timeline(), by_visit=sharding.by_visit
         )
+
+    def _refuse_ended(self, what: str) -> None:
+        """Raises ValueError after the context has closed, where each rank of a pipeline knows its own actions alone."""
+        mesh = self._parts.context.mesh
+        if mesh.is_ended and mesh.size("pipeline") > 1:
+            raise ValueError(
+                f"{what}: the context is closed, and ranks of a pipeline no longer reach each other for their actions. "
+                f"Legal: the same call within the with block of cl.launch"
+            )
 
     def link_report(self) -> Rows[LinkRow]:
         return self._marks.rows()

@@ -285,6 +285,21 @@ def test_calls_after_the_context_are_refused_by_name(stage: int) -> None:
             assert f"{name}: this engine is closed" in told[name]
 
 
+def pipeline_reports_late(env: RankEnv) -> tuple[str, str]:
+    shape = cl.models.GPTConfig(vocabulary=8, layers=2, heads=2, width=8, sequence=4)
+    with env.launch(SGD | dict(parallel=dict(pipeline=2))) as context:
+        engine = cl.initialize(lambda: cl.models.GPT(shape), context=context)
+        engine.train_step(batch())
+        assert engine.timeline().ranks == engine.schedule_report().measured.ranks == 2
+    return told_of(engine.timeline), told_of(engine.schedule_report)
+
+
+def test_reports_of_a_pipeline_after_the_context_are_refused_as_a_rank_knows_its_own_actions_alone() -> None:
+    for of_timeline, of_report in run_world(pipeline_reports_late, 2):
+        assert "timeline: the context is closed, and ranks of a pipeline no longer reach each" in of_timeline
+        assert "schedule_report: the context is closed, and ranks of a pipeline" in of_report
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_calls_after_engine_close_are_refused_by_name(stage: int) -> None:
     for told in run_world(called_late, 2, stage, True):
