@@ -167,6 +167,19 @@ def check_lazy(module: nn.Module) -> None:
             )
 
 
+def check_compiled(module: nn.Module, tensor: int) -> None:
+    """Raises ValueError for a module that torch.compile compiles, on a tensor axis of more than one rank. Its layers
+    are Python that the compiler cannot trace."""
+    for name, owner in module.named_modules() if tensor > 1 else ():
+        compiles = hasattr(owner.forward, "_torchdynamo_orig_callable")
+        compiles = compiles and not getattr(owner.forward, "_torchdynamo_disable", False)
+        if compiles or owner._compiled_call_impl is not None:
+            raise ValueError(
+                f"model: torch.compile compiles {name or 'it'} ({type(owner).__name__}), and cannot trace layers of "
+                f"parallel.tensor={tensor}. Legal: the module as it was before, or parallel.tensor=1"
+            )
+
+
 def check_values(module: nn.Module) -> None:
     """Raises ValueError for a module with parameters or buffers on meta: there are no values to keep."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from colossal_lite.checkpoint.tools import last_unit_seconds
 from colossal_lite.checks.model_structure import (
+    check_compiled,
     check_extra_state,
     check_lazy,
     check_other_engines,
@@ -291,6 +292,7 @@ def _check_model(
     """The sizes of a model, if it states them. Raises ConfigError for sizes that the config cannot split. Raises
     ValueError for a model that cannot be trained, or not in parts."""
     check_lazy(module)
+    check_compiled(module, context.config.parallel.tensor.size)
     check_other_engines(module)
     check_extra_state(module)
     facts = facts_of(module)

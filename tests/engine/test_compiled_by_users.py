@@ -1,0 +1,98 @@
+"""What a user compiles by torch.compile, around the engine's own: the losses of the plain model, or a refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import colossal_lite as cl
+from tests.shared.pool import RankEnv, run_world
+from tests.shared.refusals import told_of
+
+CONFIG: cl.ConfigDict = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.5), timeout_s=100)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 12, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def compiled(model: Any, how: str) -> Any:
+    """The model with all or some of it compiled: what is traced runs as it is."""
+    match how:
+        case "the model":
+            return torch.compile(model, backend="eager")
+        case "the model in place":
+            model.compile(backend="eager")
+        case "a block":
+            model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+        case "a block in place":
+            model.blocks[1].compile(backend="eager")
+        case "a forward":
+            model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend="eager")
+    return model
+
+
+NAMES = {"the model": "it", "the model in place": "it"}
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    rows = torch.randint(12, (4, 7), generator=torch.Generator().manual_seed(step))
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def refusal(env: RankEnv, how: str, is_late: bool) -> str:
+    torch.manual_seed(0)
+    with env.launch(CONFIG | dict(parallel=dict(tensor=2))) as context:
+        if not is_late:
+            return told_of(lambda: cl.initialize(compiled(Words(), how), context=context))
+        engine = cl.initialize(Words(), context=context)
+        compiled(engine.model, how)
+        return told_of(lambda: engine.train_step(batch(0)))
+
+
+HOW = ["the model", "the model in place", "a block", "a block in place", "a forward"]
+
+
+@pytest.mark.parametrize(
+    ("how", "is_late"), [*((how, False) for how in HOW), *((how, True) for how in HOW if "in place" in how)]
+)
+def test_a_module_that_a_user_compiles_is_refused_on_a_tensor_axis(how: str, is_late: bool) -> None:
+    for told in run_world(refusal, 2, how, is_late):
+        assert f"model: torch.compile compiles {NAMES.get(how, 'blocks.1')} " in told
+        assert "layers of parallel.tensor=2. Legal: the module as it was before, or parallel.tensor=1" in told
+
+
+def losses(env: RankEnv, how: str) -> list[float]:
+    torch.manual_seed(0)
+    with env.launch(CONFIG) as context:
+        engine = cl.initialize(compiled(Words(), how), context=context)
+        return [float(engine.train_step(batch(step)).loss) for step in range(2)]
+
+
+def test_a_model_that_a_user_compiles_trains_as_it_is_without_a_tensor_axis() -> None:
+    plain = run_world(losses, 1, "as it is")[0]
+    for how in ("the model", "a block in place"):
+        assert run_world(losses, 1, how)[0] == pytest.approx(plain, abs=1e-12)
