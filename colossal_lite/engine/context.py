@@ -32,7 +32,7 @@ from colossal_lite.distributed.progress import LEFT, reason_of
 from colossal_lite.engine.determinism import refused_by_name
 from colossal_lite.engine.open_engines import OpenEngines
 from colossal_lite.engine.stopping import Stopped, StopSignals, worker_died
-from colossal_lite.numerics.torch_modes import outside_inference
+from colossal_lite.numerics.torch_modes import outside_compiler, outside_inference
 
 Held = TypeVar("Held")
 
@@ -247,8 +247,7 @@ def noting_faults(
 ) -> Callable[Concatenate[Owner, Given], Found]:
     """Record what the call raised, so that ranks that wait for this one can report it."""
 
-    @wraps(call)
-    def noting(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+    def noted(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
         what = {"__call__": "engine(x)"}.get(call.__name__, call.__name__)
         with (
             self.mesh.engine_call(what, gives_up=what == "zero_grad"),
@@ -256,5 +255,15 @@ def noting_faults(
             outside_inference(),
         ):
             return call(self, *args, **kwargs)
+
+    untraced: list[Callable[Concatenate[Owner, Given], Found]] = []
+
+    @wraps(call)
+    def noting(self: Owner, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        if "torch._dynamo" not in sys.modules:  # else a user may have compiled the function that calls
+            return noted(self, *args, **kwargs)
+        if not untraced:
+            untraced.append(outside_compiler(noted))
+        return untraced[0](self, *args, **kwargs)
 
     return noting

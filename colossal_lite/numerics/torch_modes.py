@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _len_torch_dispatch_stack
 from torch.utils._pytree import tree_leaves
 
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 aten = torch.ops.aten
 READ_NO_VALUES = frozenset(
     {
@@ -65,6 +67,14 @@ def outside_inference() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def outside_compiler(call: Callable[Given, Found]) -> Callable[Given, Found]:
+    """`call`, which torch.compile does not trace where it traces the caller. Compiled code within stays compiled."""
+    found: Callable[Given, Found] = torch.compiler.disable(
+        call, reason="an engine's step is Python that is not traced; compile the model, or the loss"
+    )
+    return found
 
 
 def refuse_without_gradients(what: str) -> None:

@@ -40,7 +40,7 @@ class Words(nn.Module):
 
 
 def compiled(model: Any, how: str) -> Any:
-    """The model with all or some of it compiled: what is traced runs as it is."""
+    """The model with all or some of it compiled. The backend runs traced code as it is."""
     match how:
         case "the model":
             return torch.compile(model, backend="eager")
@@ -96,3 +96,34 @@ def test_a_model_that_a_user_compiles_trains_as_it_is_without_a_tensor_axis() ->
     plain = run_world(losses, 1, "as it is")[0]
     for how in ("the model", "a block in place"):
         assert run_world(losses, 1, how)[0] == pytest.approx(plain, abs=1e-12)
+
+
+def losses_by_step(env: RankEnv, own_loop: bool) -> tuple[list[float], int]:
+    """Losses by a function of a whole step, compiled, of a model with a compiled block; graphs of that block."""
+    torch._dynamo.reset()  # an earlier world of this process may have compiled the block
+    torch.manual_seed(0)
+    with env.launch(CONFIG) as context:
+        engine = cl.initialize(compiled(Words(), "a block in place"), context=context)
+
+        def step(ids: Tensor, labels: Tensor) -> Tensor:
+            if not own_loop:
+                return engine.train_step((ids, labels)).loss
+            logits = engine(ids)
+            engine.backward(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+            return engine.step().loss
+
+        compiled_step = torch.compile(step, backend="eager")
+        counters = torch._dynamo.utils.counters["stats"]
+        before = counters["unique_graphs"]
+        found = [float(compiled_step(*batch(index))) for index in range(2)]
+        return found, counters["unique_graphs"] - before
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_compiled_function_of_a_whole_step_leaves_the_engine_untraced_and_compiled_blocks_compiled(
+    own_loop: bool,
+) -> None:
+    plain = run_world(losses, 1, "as it is")[0]
+    ((found, graphs),) = run_world(losses_by_step, 1, own_loop)
+    assert found == pytest.approx(plain, abs=1e-12)
+    assert 1 <= graphs <= 12  # the engine's own code has hundreds
