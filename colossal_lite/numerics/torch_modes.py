@@ -104,7 +104,7 @@ def naming_transforms() -> Iterator[None]:
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype to which torch.autocast casts x for a product, if it is on and that is another dtype."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
     cast = torch.get_autocast_dtype(kind)
     return None if cast == x.dtype else cast
