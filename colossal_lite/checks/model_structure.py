@@ -168,15 +168,13 @@ def check_lazy(module: nn.Module) -> None:
 
 
 def check_compiled(module: nn.Module, tensor: int) -> None:
-    """Raises ValueError for a module that torch.compile compiles, on a tensor axis of more than one rank. Its layers
-    are Python that the compiler cannot trace."""
+    """Raises ValueError for a module that has compiled itself (`module.compile()`), on a tensor axis of more than one
+    rank: the compiler fails in its hooks there."""
     for name, owner in module.named_modules() if tensor > 1 else ():
-        compiles = hasattr(owner.forward, "_torchdynamo_orig_callable")
-        compiles = compiles and not getattr(owner.forward, "_torchdynamo_disable", False)
-        if compiles or owner._compiled_call_impl is not None:
+        if owner._compiled_call_impl is not None:
             raise ValueError(
-                f"model: torch.compile compiles {name or 'it'} ({type(owner).__name__}), and cannot trace layers of "
-                f"parallel.tensor={tensor}. Legal: the module as it was before, or parallel.tensor=1"
+                f"model: {name or 'it'} ({type(owner).__name__}) has compiled itself in place, which fails beside "
+                f"parallel.tensor={tensor}. Legal: torch.compile(module) in its place, or parallel.tensor=1"
             )
 
 
