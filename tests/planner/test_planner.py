@@ -25,7 +25,7 @@ from colossal_lite.engine.step_totals import LocalSums
 from colossal_lite.models import GPTConfig
 from colossal_lite.observe.memory_meter import LiveBytes
 from colossal_lite.planner.planner import plan
-from colossal_lite.planner.run_plan import LIBRARIES_BYTES, RunPlan
+from colossal_lite.planner.run_plan import LIBRARIES_BYTES, NARROW_BYTES, RunPlan
 from tests.shared.parity import FAMILIES, Case
 from tests.shared.pool import RankEnv, run_world
 
@@ -549,3 +549,5 @@ def test_libraries_take_what_the_planner_says() -> None:
     """A process that loads more (torch's compiler is 155 MB) is a fault of its imports."""
     tiny = dict(vocabulary=64, layers=1, heads=2, width=16, sequence=16)
     assert resident_bytes(tiny, 1, dict(precision="fp32")) == pytest.approx([LIBRARIES_BYTES], rel=0.1)
+    (narrow,) = resident_bytes(tiny, 1, dict(precision="bf16"))  # by the processor's products
+    assert 0.9 * LIBRARIES_BYTES <= narrow <= 1.1 * (LIBRARIES_BYTES + 2 * NARROW_BYTES)
