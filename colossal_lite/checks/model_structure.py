@@ -168,8 +168,8 @@ def check_lazy(module: nn.Module) -> None:
 
 
 def check_compiled(module: nn.Module, tensor: int) -> None:
-    """Raises ValueError for a module that has compiled itself (`module.compile()`), on a tensor axis of more than one
-    rank: the compiler fails in its hooks there."""
+    """Raises ValueError for a module that has compiled itself (`module.compile()`), where ranks share its tensors. The
+    compiler fails in hooks of such modules."""
     for name, owner in module.named_modules() if tensor > 1 else ():
         if owner._compiled_call_impl is not None:
             raise ValueError(

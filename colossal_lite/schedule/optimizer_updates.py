@@ -28,9 +28,10 @@ down in backward, as soon as it is summed.  It has a slot of its own until its u
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from itertools import count, takewhile, zip_longest
 from typing import Any
 
@@ -160,94 +161,140 @@ def run_of(
     prepares: int | None = None,
     gathers_ahead: int = 0,
     gathers_again: bool = False,
+    micro_batches: int = 1,
     awaited: Awaited = NOTHING_AWAITED,
 ) -> tuple[Plan, Memory]:
     """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward. `prepares`: so many
     of the first records are fetched in backward; None: all that come before an update. `gathers_ahead`: a unit's
     weights are gathered so many units before its forward. Those at rest on the host are fetched then, unless they have
     just been updated on the device. `gathers_again`: they are dropped after the forward, and backward fetches them
-    again. `awaited`: what has its place over that of others. Gradients that rest there leave in backward, and the step
-    ends when they have.
+    again. `awaited`: what has its place over that of others. Gradients that rest there leave in every backward, and the
+    step ends when they have.
 
     `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
-    B of stage u and micro-batch i are its computing in step i. A record takes one slot, and so does a gradient for an
+    B of stage u and micro-batch i are its computing in step i. Of several `micro_batches` in a step, whose sums are
+    accumulated, each is a task of its own. A record takes one slot, and so does a gradient for an
     update on the host.
     """
     num_chunks = sum(map(len, units))
     unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
-    how: dict[str, Any] = dict(
-        ahead=ahead, ahead_down=ahead_down, below=below, moving=moving, on_host=on_host, streamed=streamed,
-        early=early,
-    )  # fmt: skip
+    how: dict[str, Any] = dict(ahead=ahead, ahead_down=ahead_down, below=below, moving=moving, early=early)
+    how |= dict(on_host=on_host, streamed=streamed)
     (made,) = update_plan(num_chunks, **how)
     moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
-    first = list(takewhile(lambda action: action.kind is ActionKind.FETCH, moves))
-    prepared = [action for action in first if (action.chunk or 0) < num_chunks or action.resource == DISK]
-    prepared = prepared if prepares is None else prepared[:prepares]
-    late = [*(action for action in first if action not in prepared), *moves[len(first) :]]
+    prepared, late = _prepared(moves, num_chunks, prepares)
     resting = {c for c, parts in streamed.items() if ChunkPart.GRADIENT in parts.up}
     resting |= {c for c, parts in on_host.items() if ChunkPart.GRADIENT not in parts.down}
     sent = {c for c, parts in on_host.items() if early and ChunkPart.GRADIENT in parts.down}
-    leaving = [_leaving(unit, chunks, num_chunks, resting | sent) for unit, chunks in enumerate(units)]
     goes_home = {c for c, parts in streamed.items() if ChunkPart.WEIGHTS in parts.down}
     at_rest = {c for c, parts in on_host.items() if not parts.up} | goes_home
     in_turn = {ChunkPart.WEIGHTS.of(c, num_chunks) for c in on_host} if at_rest else ()
-    first_gathers, gathers = (
-        _gathers(units, at_rest, at_rest - here, gathers_ahead, again=gathers_again)
-        for here in (set[int](), goes_home)
-    )
-    actions = _steps(steps, prepared, late, leaving, first_gathers, gathers, gathers_ahead, in_turn)
+
+    def passes(here: Collection[int]) -> list[_Pass]:
+        """The micro-batches of a step that begins with the weights of these chunks on the device."""
+        found: list[_Pass] = []
+        for number in range(micro_batches):
+            fetched = at_rest.difference(() if number else here)
+            gathers = _gathers(units, at_rest, fetched, gathers_ahead, gathers_again)
+            leave = resting | sent if number == micro_batches - 1 else resting
+            found.append(_Pass(number, gathers, _leaving(units, leave), () if number else prepared))
+        return found
+
+    actions = _steps([passes(())] + [passes(goes_home)] * (steps - 1), late, gathers_ahead, in_turn)
     memory = memory_of(num_chunks, **how)
     read_by = {c: max(0, unit_of[c] - gathers_ahead) for c in on_host if c not in at_rest}
-    memory = _with_gathers(memory, num_chunks, read_by, at_rest, at_rest - goes_home)
+    memory = _with_gathers(memory, num_chunks, read_by, at_rest, at_rest - goes_home, micro_batches)
     made_by = {c: unit_of[c] for c in sorted({*on_host} | resting)}
-    return Plan((actions,)), _with_gradients(memory, num_chunks, made_by, resting, awaited)
+    return Plan((actions,)), _with_gradients(memory, num_chunks, made_by, resting, awaited, micro_batches)
+
+
+def _prepared(
+    moves: Sequence[Action], num_chunks: int, prepares: int | None
+) -> tuple[list[Action], list[Action]]:
+    """The first fetches of records, so many as come in backward, and the other moves."""
+    first = list(takewhile(lambda action: action.kind is ActionKind.FETCH, moves))
+    prepared = [action for action in first if (action.chunk or 0) < num_chunks or action.resource == DISK]
+    prepared = prepared if prepares is None else prepared[:prepares]
+    return prepared, [*(action for action in first if action not in prepared), *moves[len(first) :]]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A micro-batch of a step, in a plan a task of its own. `gathers`: before each forward, each backward, and at the
+    end. `leaving`: the gradients of each unit that leave behind its backward. `early`: the first moves of updates."""
+
+    number: int
+    gathers: Sequence[Sequence[Action]]
+    leaving: Sequence[Sequence[Action]]
+    early: Sequence[Action]
+
+    def computes(self, kind: ActionKind, unit: int, step: int) -> Action:
+        return Action(kind, self.number, stage=unit, micro_batch=step)
+
+    def gathers_at(self, moment: int) -> Iterator[Action]:
+        return (replace(action, task=self.number) for action in self.gathers[moment])
+
+    @property
+    def last_fetch(self) -> int:
+        """The moment of backward with the last fetch; its first if there is none."""
+        moments = (m for m, some in enumerate(self.gathers) if any(a.kind is ActionKind.FETCH for a in some))
+        return max(len(self.leaving), *moments, 0)
 
 
 def _with_gathers(
     memory: Memory, num_chunks: int, read_by: Mapping[int, int], at_rest: Collection[int],
-    fetched: Collection[int],
+    fetched: Collection[int], micro_batches: int,
 ) -> Memory:  # fmt: skip
     """The same with the units that read weights where an update has put them, and copies of those `at_rest`. Every copy
     of the weights `fetched` comes from the host."""
+    tasks = range(micro_batches)
     weights, gathered = (
-        {c: (0, part.of(c, num_chunks)) for c in range(num_chunks)}
+        {c: part.of(c, num_chunks) for c in range(num_chunks)}
         for part in (ChunkPart.WEIGHTS, ChunkPart.GATHERED)
     )
     return replace(
         memory,
-        uses=_by_unit([(unit, weights[c]) for c, unit in read_by.items()]),
-        reads={**memory.reads, **{gathered[c]: (weights[c],) for c in at_rest}},
-        sharded=frozenset(gathered[c] for c in at_rest),
-        offloaded=frozenset((0, gathered[c]) for c in fetched),
+        uses=_by_unit([(unit, (0, weights[c])) for c, unit in read_by.items()]),
+        reads={**memory.reads, **{(i, gathered[c]): ((0, weights[c]),) for c in at_rest for i in tasks}},
+        sharded=frozenset((i, gathered[c]) for c in at_rest for i in tasks),
+        offloaded=frozenset((0, (i, gathered[c])) for c in fetched for i in tasks),
     )
 
 
 def _with_gradients(
-    memory: Memory, num_chunks: int, made_by: Mapping[int, int], resting: Collection[int], awaited: Awaited
-) -> Memory:
+    memory: Memory, num_chunks: int, made_by: Mapping[int, int], resting: Collection[int], awaited: Awaited,
+    micro_batches: int,
+) -> Memory:  # fmt: skip
     """The same with the units whose backward makes gradients, and what actions wait for. With the last backward
     gradients `resting` on the host have left."""
     gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in made_by}
-    waits = {(kind, (0, at)): tuple((0, number) for number in some) for (kind, at), some in awaited.items()}
-    last = ActionKind.B, (0, 0)
+    waits = {
+        (kind, (task, at)): tuple((0, number) for number in some)
+        for (kind, at), some in awaited.items()
+        for task in range(micro_batches if kind is ActionKind.B else 1)
+    }
+    last = ActionKind.B, (micro_batches - 1, 0)
     waits[last] = (*waits.get(last, ()), *(gradients[c] for c in sorted(resting)))
-    made = _by_unit([(unit, gradients[c]) for c, unit in made_by.items()])
+    made = _by_unit([(unit, gradients[c]) for c, unit in made_by.items()], micro_batches)
     return replace(memory, made=made, awaited=waits)
 
 
-def _by_unit(keys: Sequence[tuple[int, Chunk]]) -> dict[tuple[int, int], tuple[Chunk, ...]]:
+def _by_unit(
+    keys: Sequence[tuple[int, Chunk]], micro_batches: int = 1
+) -> dict[tuple[int, int], tuple[Chunk, ...]]:
     return {
-        (0, unit): tuple(key for each, key in keys if each == unit) for unit in sorted({u for u, _ in keys})
+        (task, unit): tuple(key for each, key in keys if each == unit)
+        for unit in sorted({u for u, _ in keys})
+        for task in range(micro_batches)
     }
 
 
-def _leaving(unit: int, chunks: Sequence[int], num_chunks: int, leave: Collection[int]) -> list[Action]:
-    """The gradients of a unit that leave in backward, the last first: those of the chunks in `leave`."""
+def _leaving(units: Sequence[Sequence[int]], leave: Collection[int]) -> list[list[Action]]:
+    """The gradients of each unit that leave in backward, the last first: those of the chunks in `leave`."""
+    number = partial(ChunkPart.GRADIENT.of, num_chunks=sum(map(len, units)))
     return [
-        replace(_action(ActionKind.EVICT, ChunkPart.GRADIENT.of(c, num_chunks)), stage=unit)
-        for c in reversed(chunks)
-        if c in leave
+        [replace(_action(ActionKind.EVICT, number(c)), stage=unit) for c in reversed(chunks) if c in leave]
+        for unit, chunks in enumerate(units)
     ]
 
 
@@ -256,11 +303,10 @@ def _gathers(
     at_rest: Collection[int],
     fetched: Collection[int],
     ahead: int,
-    *,
     again: bool,
 ) -> list[list[Action]]:
-    """The gathers and drops of weights `at_rest` on the host: a list for each forward of a step, each backward, and its
-    end. `fetched`: those that the first gather of a step fetches; every later one does. `again`: they are dropped
+    """The gathers and drops of weights `at_rest` on the host before each forward, each backward, and at the end.
+    `fetched`: those that the first gather of a step fetches; every later one does. `again`: they are dropped
     after the forward and gathered again; else they stay until the step is over."""
     num_chunks = sum(map(len, units))
     unit_of = {chunk: unit for unit, chunks in enumerate(units) for chunk in chunks}
@@ -287,13 +333,10 @@ def _gathers(
 
 
 def _steps(
-    steps: int, early: Sequence[Action], late: Sequence[Action], leaving: Sequence[Sequence[Action]],
-    first_gathers: Sequence[Sequence[Action]], gathers: Sequence[Sequence[Action]], gathers_ahead: int,
-    in_turn: Collection[int],
-) -> tuple[Action, ...]:  # fmt: skip
-    """The actions of a run. A step is forward and backward. The `early` moves of its updates are behind the last fetch
-    of `gathers`. Behind each unit its gradients in `leaving` come down. The `late` moves run in the next forward, or at
-    the end. Those that hold up the issuer, or move a number `in_turn`, run when their unit is gathered."""
+    steps: Sequence[Sequence[_Pass]], late: Sequence[Action], gathers_ahead: int, in_turn: Collection[int]
+) -> tuple[Action, ...]:
+    """The actions of a run. The `late` moves of a step run in the next forward, or at the end. Those that hold up the
+    issuer, or move a number `in_turn`, run when their unit is gathered."""
     actions: list[Action] = []
     deferred: deque[Action] = deque()
 
@@ -301,20 +344,17 @@ def _steps(
         in_its_turn = holds_up(action) or action.kind is ActionKind.FETCH and action.chunk in in_turn
         return in_its_turn and (action.stage or 0) > unit
 
-    last = len(leaving)
-    for step in range(steps):
-        moments = gathers if step else first_gathers
-        for unit in range(last):
-            while deferred and not waits(deferred[0], unit + gathers_ahead):
-                actions.append(deferred.popleft())
-            actions += [*moments[unit], Action(ActionKind.F, stage=unit, micro_batch=step)]
-        fetching = [m for m in range(last, 2 * last) if any(a.kind is ActionKind.FETCH for a in moments[m])]
-        for moment in range(last, 2 * last):
-            unit = 2 * last - 1 - moment
-            actions += moments[moment]
-            actions += early if moment == max(fetching, default=last) else ()
-            actions += [Action(ActionKind.B, stage=unit, micro_batch=step), *leaving[unit]]
-        actions += moments[-1]
+    for step, passes in enumerate(steps):
+        for one in passes:
+            units = range(len(one.leaving))
+            for unit in units:
+                while deferred and not waits(deferred[0], unit + gathers_ahead):
+                    actions.append(deferred.popleft())
+                actions += [*one.gathers_at(unit), one.computes(ActionKind.F, unit, step)]
+            for moment, unit in enumerate(reversed(units), len(units)):
+                actions += [*one.gathers_at(moment), *(one.early if moment == one.last_fetch else ())]
+                actions += [one.computes(ActionKind.B, unit, step), *one.leaving[unit]]
+            actions += one.gathers_at(2 * len(units))
         deferred.extend(replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in late)
     return (*actions, *deferred)
 

@@ -46,6 +46,8 @@ FEW = 12
 """Chunks, each placed by itself."""
 STEPS = 3
 """Simulated steps; the last one counts."""
+MOST_MICRO_BATCHES = 4
+"""Of a simulated step. Where there are more, the two between the first and the last stand for all others."""
 NEAR = 2
 """Chunks more or fewer that are simulated around the best so far."""
 
@@ -128,6 +130,19 @@ class Computing:
     """How many units early a forward's weights are gathered, at ZeRO-3."""
     gathers_again: bool = False
     """Whether backward gathers them again there."""
+    micro_batches: int = 1
+    """Whose sums a step accumulates."""
+
+    @property
+    def simulated(self) -> int:
+        """Micro-batches of a simulated step."""
+        return min(self.micro_batches, MOST_MICRO_BATCHES)
+
+    def share_of(self, number: int) -> float:
+        """The part of a step's computing that a simulated micro-batch has."""
+        ends = min(self.micro_batches, 2)
+        between = (self.micro_batches - ends) / max(self.simulated - ends, 1)
+        return (1 if number in (0, self.simulated - 1) else between) / self.micro_batches
 
     @property
     def s(self) -> float:
@@ -135,11 +150,12 @@ class Computing:
 
     @staticmethod
     def of(
-        seconds: float, *, recomputes: bool, gathers_ahead: int = 0, gathers_again: bool = False
-    ) -> Computing:
+        seconds: float, *, recomputes: bool, gathers_ahead: int = 0, gathers_again: bool = False,
+        micro_batches: int = 1,
+    ) -> Computing:  # fmt: skip
         """Backward multiplies twice as much as forward, and once more what it recomputes."""
         forward_s = seconds / (4 if recomputes else 3)
-        return Computing(forward_s, seconds - forward_s, gathers_ahead, gathers_again)
+        return Computing(forward_s, seconds - forward_s, gathers_ahead, gathers_again, micro_batches)
 
 
 def operations_of(weights: int, tokens: int, *, recomputes: bool) -> float:
@@ -282,7 +298,7 @@ def simulated_steps(
     how = _how(work, mix, count, gradient=work.gradient + work.resting_gradient, weight=work.weight)
     plan, memory = run_of(
         [[unit] for unit in range(count)], STEPS, gathers_ahead=computing.gathers_ahead,
-        gathers_again=computing.gathers_again, **how,
+        gathers_again=computing.gathers_again, micro_batches=computing.simulated, **how,
     )  # fmt: skip
     return _simulated(plan, memory, work, rates, count, computing)
 
@@ -303,13 +319,14 @@ def _how(work: UpdateBytes, mix: UpdateMix, count: int, *, gradient: float, weig
 def _simulated(
     plan: Plan, memory: Memory, work: UpdateBytes, rates: Rates, count: int, computing: Computing
 ) -> ScheduleTimeline:
-    elements = work.elements / count
+    elements, by_pass = work.elements / count, computing.micro_batches / computing.simulated
     sizes = {
         ChunkPart.RECORD: work.record,
         ChunkPart.GRADIENT: work.gradient + work.resting_gradient,
         ChunkPart.WEIGHTS: work.new_weight,
-        ChunkPart.GATHERED: work.resting_weight,
+        ChunkPart.GATHERED: work.resting_weight * by_pass,
     }
+    sums = {ChunkPart.GRADIENT: work.gradient + work.resting_gradient * by_pass}
     computed = {ActionKind.F: computing.forward_s / count, ActionKind.B: computing.backward_s / count}
 
     def moved(action: Action) -> float:
@@ -318,12 +335,12 @@ def _simulated(
         if action.kind is ActionKind.UPDATE:
             return elements * work.host_memory if action.resource == CPU else 0.0
         part, _ = part_of(action.chunk or 0, count)
-        return elements * sizes[part]
+        return elements * (sums if action.kind is ActionKind.EVICT else sizes).get(part, sizes[part])
 
     def seconds(action: Action) -> float:
         assert action.resource != DISK
         if action.kind in computed:
-            return computed[action.kind]
+            return computed[action.kind] * computing.share_of(action.task)
         if action.kind is not ActionKind.UPDATE:  # a gather takes no part of these lanes
             return moved(action) / (rates.up if action.kind is ActionKind.FETCH else rates.down)
         if action.resource != CPU:

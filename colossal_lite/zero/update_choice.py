@@ -58,6 +58,7 @@ class UpdateChoice:
         self._memory = memory = config.memory
         self._recomputes = config.activation_checkpoint == "full"
         self._gathers_ahead = config.zero.prefetch if config.zero.stage == 3 else 0
+        self._micro_batches = config.gradient_accumulation
         self._gathers_again = config.zero.stage == 3 and config.zero.reshard_after_forward is True
         self._ops, self._device, self._gather = ops, device, gather
         self.found: UpdateOn | None = None
@@ -106,6 +107,7 @@ class UpdateChoice:
             recomputes=self._recomputes,
             gathers_ahead=self._gathers_ahead,
             gathers_again=self._gathers_again,
+            micro_batches=self._micro_batches,
         )
 
     def __call__(self, work: UpdateBytes, ids: Sequence[int]) -> UpdateMix:

@@ -108,6 +108,18 @@ def test_weights_at_rest_that_backward_fetches_again_are_waited_for_where_it_can
     assert again - kept == pytest.approx(fetched_s if waits else 0.0, rel=0.02, abs=0.02 * fetched_s)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 9])
+def test_updates_hide_behind_the_first_of_several_forwards_alone(micro_batches: int) -> None:
+    """A first forward of 40 units hides 7 of 8 records; what is left of them is waited for."""
+    work, rates = replace(WHOLE, chunks=8, weight=0), Rates(1e13, 1e13, up=1e9, down=1e15)
+    mix = mix_of(Fraction(0), range(8))
+    copy_s = work.elements * work.record / 8 / rates.up
+    computing = Computing(8 * copy_s * micro_batches / 2, 1000 * copy_s, micro_batches=micro_batches)
+    waited_s = simulated_s(work, rates, mix, 8, computing) - computing.s
+    assert waited_s == pytest.approx(6 * copy_s - 7 * copy_s / 2, rel=0.01)
+    assert sum(computing.share_of(number) for number in range(computing.simulated)) == pytest.approx(1)
+
+
 def assert_near_the_best(seed: int, most: int) -> None:
     draw = random.Random(seed)
     count = draw.randint(2, most)
