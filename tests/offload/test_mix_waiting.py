@@ -22,6 +22,7 @@ from colossal_lite.schedule.update_mix import UpdateMix
 from tests.offload.test_waiting import (
     LAYERS,
     RECORD_BYTES,
+    VOCABULARY,
     Model,
     Seconds,
     budgeted,
@@ -93,7 +94,7 @@ def ran_mixed(
     )  # fmt: skip
     if share is not None:
         config = budgeted(env, config, seconds, share)
-    ids = torch.arange(8).view(2, 4)
+    ids = (torch.arange(4 * max(2, micro_batches)) % VOCABULARY).view(-1, 4)
     with env.launch(config) as context, on_the_clock(clock, seconds):
         engine = cl.initialize(Model(clock, seconds, LAYERS, reads_again), context=context)
         for _ in range(STEPS):
@@ -217,6 +218,17 @@ def test_so_does_a_step_whose_weights_or_gradients_rest_on_the_host(
     memory = dict(placement="static", host_fraction=RESTING[what], update_on=update_on)
     (ran,) = run_world(ran_mixed, 1, seconds, memory, 3, precision, None, reads_again)
     assert_so(ran, seconds)
+
+
+@pytest.mark.parametrize("copy_s", [0.5, 1.9, 5.0, 20.0])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_so_does_a_step_that_accumulates_beside_weights_at_rest(micro_batches: int, copy_s: float) -> None:
+    seconds = Seconds(forward=2.0, backward=4.0, update=0.5, copy=4 * copy_s)
+    memory = dict(placement="static", host_fraction=dict(weights=1.0))
+    for reads_again in (False, True):
+        (ran,) = run_world(ran_mixed, 1, seconds, memory, 3, "bf16", None, reads_again, micro_batches)
+        assert len(ran.streamed) == LAYERS and not ran.returns_sums
+        assert_so(ran, seconds)
 
 
 def assert_drawn_as_simulated(seed: int) -> None:
