@@ -204,9 +204,13 @@ class Updates:
             else:  # the gathers of all chunks come after the last update
                 self._metering.updated(self._chunks[index].spec.id)
 
+        def wait() -> None:
+            if isinstance(self._optimizer, ChunkOptimizer):
+                self._optimizer.finish_on_host()
+
         return DeferredUpdates(
             self._optimizer.plan[0], {ActionKind.UPDATE: update, **self._optimizer.moves}, end, arrive,
-            by_gradient=self._in_backward is not None, in_order=self._goes_home,
+            by_gradient=self._in_backward is not None, in_order=self._goes_home, wait=wait,
         )  # fmt: skip
 
     @property

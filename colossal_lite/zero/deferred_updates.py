@@ -41,14 +41,17 @@ class DeferredUpdates:
         *,
         by_gradient: bool = False,
         in_order: bool = False,
+        wait: Callable[[], None] = lambda: None,
     ) -> None:
         """`handlers` do the actions of their kind; `arrive`, in the order of chunks, waits for the new weights of one
-        whose update has started; `end` is called when all are done; `by_gradient`: the gradient of a chunk is there
-        from its turn on, so no action of another one starts with it; `in_order`: an update on the device waits for
-        those before it, so that its chunk arrives before its weights go home. Weights that the host has updated go up
-        when they are needed. So those that rest there can go before them."""
+        whose update has started; `wait`, before the end, for those that no `arrive` has waited for; `end` is called
+        when all are done; `by_gradient`: the gradient of a chunk is there from its turn on, so no action of another one
+        starts with it; `in_order`: an update on the device waits for those before it, so that its chunk arrives before
+        its weights go home. Weights that the host has updated go up when they are needed. So those that rest there can
+        go before them."""
         self._in_order = in_order
         self._actions, self._handlers, self._end, self._arrive = tuple(actions), handlers, end, arrive
+        self._wait = wait
         self._next = 0
         self._stops = _stops_of(self._actions, by_gradient=by_gradient, in_order=in_order)
         self._coming: list[tuple[int, bool]] = []
@@ -83,8 +86,9 @@ class DeferredUpdates:
         if self._next <= len(self._actions):
             self._run(len(self._actions))
             self._settle(None)
-            self._do(lambda _: self._end(), 0)
+            self._do(lambda _: self._wait(), 0)
             self._next = len(self._actions) + 1
+            self._end()
 
     def mark_failed(self, why: Exception) -> None:
         """The remaining updates never run: a request raises `why`, or the error of an earlier action."""

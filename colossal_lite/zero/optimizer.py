@@ -411,8 +411,10 @@ class ChunkOptimizer(OptimizerState):
             self.shards.defer()
 
     def finish(self, factor: float) -> None:
-        """After the update of the last chunk of a step: weights and state may still be copied back. Raises what an
-        update on the host has raised."""
+        """After the update of the last chunk of a step: weights and state may still be copied back."""
+
+    def finish_on_host(self) -> None:
+        """Wait for the updates on the host that no `arrived` has waited for. Raises what they have raised."""
         if self.host_updates is not None:
             self.host_updates.finish()
 
