@@ -159,7 +159,7 @@ class Updates:
             optimizer.remake(self._chunks[action.chunk])
 
         optimizer.defer()
-        handlers = {ActionKind.UPDATE: remake, **optimizer.moves}
+        handlers = {ActionKind.UPDATE: remake, **optimizer.moves_to_remake}
         self._weights.update(DeferredUpdates(optimizer.plan[0], handlers, partial(optimizer.finish, 0.0)))
 
     def refuse_within(self, what: str) -> None:

@@ -261,8 +261,11 @@ class ChunkOptimizer(OptimizerState):
 
     def remake(self, chunk: Chunk) -> None:
         """In place of an update that a step skips: copy time-shared weights from their masters, because gradients have
-        overwritten them."""
+        overwritten them. What the host updates shares no memory: it rests as it was."""
         index = self._index[chunk.spec.id]
+        if self._is_on_host(index):
+            self._cancel(chunk)
+            return
         self._brought(index, is_whole=False)
         if self.shards:
             self.shards.used(index)
@@ -299,6 +302,13 @@ class ChunkOptimizer(OptimizerState):
             self._records.commit(chunk.spec.id, OPTIMIZER)
         if chunk.weights_at_rest is not None:
             self._records.commit(chunk.spec.id, WEIGHTS)
+
+    def _cancel(self, chunk: Chunk) -> None:
+        """No update on the host runs that `defer` has counted."""
+        if self.tier_of(chunk) == "host":
+            self._records.cancel(chunk.spec.id, OPTIMIZER)
+        if chunk.weights_at_rest is not None:
+            self._records.cancel(chunk.spec.id, WEIGHTS)
 
     def _apply(
         self, index: int, spans: Sequence[Range], part: LocalShard, state: Mapping[str, Tensor], ops: Ops,
@@ -429,6 +439,16 @@ class ChunkOptimizer(OptimizerState):
     def moves(self) -> dict[ActionKind, Callable[[Action], None]]:
         """What the actions of the plan beside UPDATE do."""
         return dict.fromkeys((ActionKind.FETCH, ActionKind.EVICT), self._move) if self.tiers else {}
+
+    @property
+    def moves_to_remake(self) -> dict[ActionKind, Callable[[Action], None]]:
+        """The same around `remake`: what the host would update stays where it is."""
+
+        def move(action: Action) -> None:
+            if not self._is_on_host(part_of(action.chunk or 0, len(self._chunks))[1]):
+                self._move(action)
+
+        return dict.fromkeys(self.moves, move)
 
     def _move(self, action: Action) -> None:
         part, index = part_of(action.chunk or 0, len(self._chunks))

@@ -301,3 +301,41 @@ def test_records_that_came_in_a_backward_wait_for_their_update_whatever_comes_be
     ((losses, state, early),) = run_world(story_of_shares, 1, case, shares, event, str(tmp_path / "other"))
     assert losses == true_losses and same(state, true_state)
     assert early == 2 and none == 0
+
+
+# ---- beside updates on the host ----
+
+MIXED: dict[str, Any] = dict(
+    placement="static", host_fraction=dict(weights=0.5, gradients=1.0, optimizer=0.6), update_on=dict(every=2)
+)
+
+
+def mixed_story(
+    env: RankEnv, case: Case, event: str, directory: str, memory: dict[str, Any]
+) -> tuple[list[float], State, tuple[bool, bool]]:
+    """As `story_of_shares`; and whether some weights share memory, and the host updates others."""
+    seen: list[tuple[bool, bool]] = []
+
+    def look(original: Callable[..., Any], self: Engine, *args: Any) -> Any:
+        told = original(self, *args)
+        shares = any(chunk.time_shared("weights") for chunk in self._chunks)
+        seen.append((shares, getattr(self._optimizer, "calls_on_host", 0) > 0))
+        return told
+
+    with patched("Engine.train_step", look):
+        losses, state, _ = story_of_shares(env, case, memory, event, directory)
+    return losses, state, seen[-1]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("event", EVENTS)
+def test_so_it_does_where_the_host_updates_chunks_beside_those_that_share_memory(
+    event: str, accumulation: int, tmp_path: Path
+) -> None:
+    case = replace(
+        PLAIN, world_size=1, config=config_of(3, precision="bf16", accumulation=accumulation, prefetch=1)
+    )
+    ((true_losses, true_state, _),) = run_world(mixed_story, 1, case, event, str(tmp_path / "one"), {})
+    ((losses, state, seen),) = run_world(mixed_story, 1, case, event, str(tmp_path / "other"), MIXED)
+    assert seen == (True, True)
+    assert losses == true_losses and same(state, true_state)
