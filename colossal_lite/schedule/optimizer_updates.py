@@ -234,6 +234,10 @@ class _Pass:
     def gathers_at(self, moment: int) -> Iterator[Action]:
         return (replace(action, task=self.number) for action in self.gathers[moment])
 
+    def leaves(self, unit: int) -> Iterator[Action]:
+        """Its part of a sum, which has its number from the second on."""
+        return (replace(action, micro_batch=self.number or None) for action in self.leaving[unit])
+
     @property
     def last_fetch(self) -> int:
         """The moment of backward with the last fetch; its first if there is none."""
@@ -353,7 +357,7 @@ def _steps(
                 actions += [*one.gathers_at(unit), one.computes(ActionKind.F, unit, step)]
             for moment, unit in enumerate(reversed(units), len(units)):
                 actions += [*one.gathers_at(moment), *(one.early if moment == one.last_fetch else ())]
-                actions += [one.computes(ActionKind.B, unit, step), *one.leaving[unit]]
+                actions += [one.computes(ActionKind.B, unit, step), *one.leaves(unit)]
             actions += one.gathers_at(2 * len(units))
         deferred.extend(replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in late)
     return (*actions, *deferred)

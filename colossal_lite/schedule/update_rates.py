@@ -319,14 +319,13 @@ def _how(work: UpdateBytes, mix: UpdateMix, count: int, *, gradient: float, weig
 def _simulated(
     plan: Plan, memory: Memory, work: UpdateBytes, rates: Rates, count: int, computing: Computing
 ) -> ScheduleTimeline:
-    elements, by_pass = work.elements / count, computing.micro_batches / computing.simulated
+    elements = work.elements / count
     sizes = {
         ChunkPart.RECORD: work.record,
         ChunkPart.GRADIENT: work.gradient + work.resting_gradient,
         ChunkPart.WEIGHTS: work.new_weight,
-        ChunkPart.GATHERED: work.resting_weight * by_pass,
     }
-    sums = {ChunkPart.GRADIENT: work.gradient + work.resting_gradient * by_pass}
+    each = [computing.share_of(number) * computing.micro_batches for number in range(computing.simulated)]
     computed = {ActionKind.F: computing.forward_s / count, ActionKind.B: computing.backward_s / count}
 
     def moved(action: Action) -> float:
@@ -335,7 +334,11 @@ def _simulated(
         if action.kind is ActionKind.UPDATE:
             return elements * work.host_memory if action.resource == CPU else 0.0
         part, _ = part_of(action.chunk or 0, count)
-        return elements * (sums if action.kind is ActionKind.EVICT else sizes).get(part, sizes[part])
+        if part is ChunkPart.GATHERED:
+            return elements * work.resting_weight * each[action.task]
+        if part is ChunkPart.GRADIENT and action.kind is ActionKind.EVICT:
+            return elements * (work.gradient + work.resting_gradient * each[action.micro_batch or 0])
+        return elements * sizes[part]
 
     def seconds(action: Action) -> float:
         assert action.resource != DISK

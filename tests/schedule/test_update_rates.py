@@ -7,9 +7,11 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 from math import inf
+from typing import Any
 
 import pytest
 
+from colossal_lite.schedule import update_rates
 from colossal_lite.schedule.update_mix import mix_of, mix_with
 from colossal_lite.schedule.update_rates import (
     Computing,
@@ -118,6 +120,30 @@ def test_updates_hide_behind_the_first_of_several_forwards_alone(micro_batches: 
     waited_s = simulated_s(work, rates, mix, 8, computing) - computing.s
     assert waited_s == pytest.approx(6 * copy_s - 7 * copy_s / 2, rel=0.01)
     assert sum(computing.share_of(number) for number in range(computing.simulated)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("resting", "hidden"),
+    [
+        *((dict(weight=0, resting_weight=2), hidden) for hidden in (0.5, 0.9, 1.5)),
+        *((dict(gradient=0, resting_gradient=4), hidden) for hidden in (0.25, 0.5, 0.9)),
+    ],
+)
+@pytest.mark.parametrize("again", [False, True])
+def test_four_micro_batches_stand_for_nine_also_beside_what_rests_on_the_host(
+    resting: dict[str, Any], hidden: float, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each moves what those move for which it computes. `hidden`: a copy of weights takes so many forwards."""
+    work, rates = replace(WHOLE, chunks=8, **resting), Rates(1e13, 1e13, up=1e9, down=1e9)
+    forward_s = 2 * work.elements / rates.up / hidden
+    computing = Computing(9 * forward_s, 18 * forward_s, 1, again, micro_batches=9)
+    for share in (Fraction(0), Fraction(1, 2), Fraction(1)):
+        monkeypatch.setattr(update_rates, "MOST_MICRO_BATCHES", 9)
+        each_s = simulated_s(work, rates, mix_of(share, range(8)), 8, computing)
+        monkeypatch.undo()
+        assert simulated_s(work, rates, mix_of(share, range(8)), 8, computing) == pytest.approx(
+            each_s, rel=5e-3
+        )
 
 
 def assert_near_the_best(seed: int, most: int) -> None:
