@@ -165,7 +165,7 @@ def assert_as_simulated(seed: int, placement: str) -> None:
 
 
 def assert_so(ran: Ran, seconds: Seconds) -> None:
-    assert ran.step_s == pytest.approx(simulated(ran, seconds), rel=1e-3)
+    assert ran.step_s == pytest.approx(simulated(ran, seconds), rel=1e-6)
 
 
 def simulated(ran: Ran, seconds: Seconds) -> float:
