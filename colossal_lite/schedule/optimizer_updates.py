@@ -37,7 +37,7 @@ from typing import Any
 
 from colossal_lite.schedule.gather_plan import residents
 from colossal_lite.schedule.interval_packing import most_at_once
-from colossal_lite.schedule.plan import COMPUTE, CPU, DISK, Action, ActionKind, Chunk, Memory, Plan
+from colossal_lite.schedule.plan import COMPUTE, CPU, DISK, Action, ActionKind, Memory, Plan
 
 
 class ChunkPart(IntEnum):
@@ -162,6 +162,7 @@ def run_of(
     gathers_ahead: int = 0,
     gathers_again: bool = False,
     micro_batches: int = 1,
+    returning: Collection[int] = (),
     awaited: Awaited = NOTHING_AWAITED,
 ) -> tuple[Plan, Memory]:
     """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward. `prepares`: so many
@@ -169,7 +170,8 @@ def run_of(
     weights are gathered so many units before its forward. Those at rest on the host are fetched then, unless they have
     just been updated on the device. `gathers_again`: they are dropped after the forward, and backward fetches them
     again. `awaited`: what has its place over that of others. Gradients that rest there leave in every backward, and the
-    step ends when they have.
+    step ends when they have. Those of the chunks `returning` stay on the device in the last backward, for an update
+    there. Their earlier sums come back then, and backward goes on when they are added.
 
     `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. Of several `micro_batches` in a step, whose sums are
@@ -183,9 +185,7 @@ def run_of(
     (made,) = update_plan(num_chunks, **how)
     moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
     prepared, late = _prepared(moves, num_chunks, prepares)
-    resting = {c for c, parts in streamed.items() if ChunkPart.GRADIENT in parts.up}
-    resting |= {c for c, parts in on_host.items() if ChunkPart.GRADIENT not in parts.down}
-    sent = {c for c, parts in on_host.items() if early and ChunkPart.GRADIENT in parts.down}
+    sums = _Sums.of(on_host, streamed, early=early, returning=returning if micro_batches > 1 else ())
     goes_home = {c for c, parts in streamed.items() if ChunkPart.WEIGHTS in parts.down}
     at_rest = {c for c, parts in on_host.items() if not parts.up} | goes_home
     in_turn = {ChunkPart.WEIGHTS.of(c, num_chunks) for c in on_host} if at_rest else ()
@@ -196,16 +196,16 @@ def run_of(
         for number in range(micro_batches):
             fetched = at_rest.difference(() if number else here)
             gathers = _gathers(units, at_rest, fetched, gathers_ahead, gathers_again)
-            leave = resting | sent if number == micro_batches - 1 else resting
-            found.append(_Pass(number, gathers, _leaving(units, leave), () if number else prepared))
+            moving_sums = sums.moves(units, is_last=number == micro_batches - 1)
+            found.append(_Pass(number, gathers, moving_sums, () if number else prepared))
         return found
 
     actions = _steps([passes(())] + [passes(goes_home)] * (steps - 1), late, gathers_ahead, in_turn)
     memory = memory_of(num_chunks, **how)
     read_by = {c: max(0, unit_of[c] - gathers_ahead) for c in on_host if c not in at_rest}
     memory = _with_gathers(memory, num_chunks, read_by, at_rest, at_rest - goes_home, micro_batches)
-    made_by = {c: unit_of[c] for c in sorted({*on_host} | resting)}
-    return Plan((actions,)), _with_gradients(memory, num_chunks, made_by, resting, awaited, micro_batches)
+    memory = _with_gradients(memory, num_chunks, unit_of, {*on_host}, sums, micro_batches)
+    return Plan((actions,)), _awaiting(memory, awaited, micro_batches)
 
 
 def _prepared(
@@ -219,13 +219,44 @@ def _prepared(
 
 
 @dataclass(frozen=True)
+class _Sums:
+    """The chunks whose gradients leave the device in backward. `resting`: in every one. `sent`: in the last.
+    `returning`: in all but the last, in which they come back."""
+
+    resting: frozenset[int]
+    sent: frozenset[int]
+    returning: frozenset[int]
+
+    @staticmethod
+    def of(
+        on_host: Mapping[int, Crossing], streamed: Mapping[int, Streaming], *, early: bool,
+        returning: Collection[int],
+    ) -> _Sums:  # fmt: skip
+        crosses = {c for c, parts in on_host.items() if ChunkPart.GRADIENT in parts.down}
+        resting = {c for c, parts in streamed.items() if ChunkPart.GRADIENT in parts.up}
+        resting |= on_host.keys() - crosses
+        return _Sums(frozenset(resting), frozenset(crosses if early else ()), frozenset(returning))
+
+    def moves(self, units: Sequence[Sequence[int]], *, is_last: bool) -> list[list[Action]]:
+        """Of each unit, behind its backward, the last chunk first."""
+        number = partial(ChunkPart.GRADIENT.of, num_chunks=sum(map(len, units)))
+        leave = self.resting | (self.sent if is_last else self.returning)
+        kinds = dict.fromkeys(leave, ActionKind.EVICT)
+        kinds |= dict.fromkeys(self.returning if is_last else (), ActionKind.FETCH)
+        return [
+            [replace(_action(kinds[c], number(c)), stage=unit) for c in reversed(chunks) if c in kinds]
+            for unit, chunks in enumerate(units)
+        ]
+
+
+@dataclass(frozen=True)
 class _Pass:
     """A micro-batch of a step, in a plan a task of its own. `gathers`: before each forward, each backward, and at the
-    end. `leaving`: the gradients of each unit that leave behind its backward. `early`: the first moves of updates."""
+    end. `moving`: the moves of gradients behind the backward of each unit. `early`: the first moves of updates."""
 
     number: int
     gathers: Sequence[Sequence[Action]]
-    leaving: Sequence[Sequence[Action]]
+    moving: Sequence[Sequence[Action]]
     early: Sequence[Action]
 
     def computes(self, kind: ActionKind, unit: int, step: int) -> Action:
@@ -234,15 +265,15 @@ class _Pass:
     def gathers_at(self, moment: int) -> Iterator[Action]:
         return (replace(action, task=self.number) for action in self.gathers[moment])
 
-    def leaves(self, unit: int) -> Iterator[Action]:
-        """Its part of a sum, which has its number from the second on."""
-        return (replace(action, micro_batch=self.number or None) for action in self.leaving[unit])
+    def moves_sums(self, unit: int) -> Iterator[Action]:
+        """The moves of its parts of sums, which have its number from the second on."""
+        return (replace(action, micro_batch=self.number or None) for action in self.moving[unit])
 
     @property
     def last_fetch(self) -> int:
         """The moment of backward with the last fetch; its first if there is none."""
         moments = (m for m, some in enumerate(self.gathers) if any(a.kind is ActionKind.FETCH for a in some))
-        return max(len(self.leaving), *moments, 0)
+        return max(len(self.moving), *moments, 0)
 
 
 def _with_gathers(
@@ -258,7 +289,10 @@ def _with_gathers(
     )
     return replace(
         memory,
-        uses=_by_unit([(unit, (0, weights[c])) for c, unit in read_by.items()]),
+        uses={
+            (0, unit): tuple((0, weights[c]) for c, by in read_by.items() if by == unit)
+            for unit in sorted({*read_by.values()})
+        },
         reads={**memory.reads, **{(i, gathered[c]): ((0, weights[c]),) for c in at_rest for i in tasks}},
         sharded=frozenset((i, gathered[c]) for c in at_rest for i in tasks),
         offloaded=frozenset((0, (i, gathered[c])) for c in fetched for i in tasks),
@@ -266,40 +300,40 @@ def _with_gathers(
 
 
 def _with_gradients(
-    memory: Memory, num_chunks: int, made_by: Mapping[int, int], resting: Collection[int], awaited: Awaited,
+    memory: Memory, num_chunks: int, unit_of: Mapping[int, int], on_host: Collection[int], sums: _Sums,
     micro_batches: int,
 ) -> Memory:  # fmt: skip
-    """The same with the units whose backward makes gradients, and what actions wait for. With the last backward
-    gradients `resting` on the host have left."""
-    gradients = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in made_by}
+    """The same with the gradients of chunks `on_host`, and those that leave in backward. After the last backward those
+    at rest have left. It makes none of those that return, but waits for them."""
+    own = sorted({*on_host} | sums.resting | sums.returning)
+    number = {c: (0, ChunkPart.GRADIENT.of(c, num_chunks)) for c in own}
+    back = {c: number[c] for c in sorted(sums.returning)}
+    last = micro_batches - 1
+    made = {
+        (task, unit): tuple(number[c] for c in own if unit_of[c] == unit and (task < last or c not in back))
+        for unit in sorted({unit_of[c] for c in own})
+        for task in range(micro_batches)
+    }
+    return replace(
+        memory,
+        home={**memory.home, **dict.fromkeys(back.values(), "host")},
+        reads={**memory.reads, **{(0, c): (*memory.reads.get((0, c), ()), key) for c, key in back.items()}},
+        spent=memory.spent.union(back.values()),
+        apart={**memory.apart, **{(key, "host"): "at rest on the host" for key in back.values()}},
+        made=made,
+        flushed={(last, 0): tuple(number[c] for c in sorted(sums.resting))},
+        blocking=frozenset(back.values()),
+    )
+
+
+def _awaiting(memory: Memory, awaited: Awaited, micro_batches: int) -> Memory:
+    """The same with what further actions wait for."""
     waits = {
         (kind, (task, at)): tuple((0, number) for number in some)
         for (kind, at), some in awaited.items()
         for task in range(micro_batches if kind is ActionKind.B else 1)
     }
-    last = ActionKind.B, (micro_batches - 1, 0)
-    waits[last] = (*waits.get(last, ()), *(gradients[c] for c in sorted(resting)))
-    made = _by_unit([(unit, gradients[c]) for c, unit in made_by.items()], micro_batches)
-    return replace(memory, made=made, awaited=waits)
-
-
-def _by_unit(
-    keys: Sequence[tuple[int, Chunk]], micro_batches: int = 1
-) -> dict[tuple[int, int], tuple[Chunk, ...]]:
-    return {
-        (task, unit): tuple(key for each, key in keys if each == unit)
-        for unit in sorted({u for u, _ in keys})
-        for task in range(micro_batches)
-    }
-
-
-def _leaving(units: Sequence[Sequence[int]], leave: Collection[int]) -> list[list[Action]]:
-    """The gradients of each unit that leave in backward, the last first: those of the chunks in `leave`."""
-    number = partial(ChunkPart.GRADIENT.of, num_chunks=sum(map(len, units)))
-    return [
-        [replace(_action(ActionKind.EVICT, number(c)), stage=unit) for c in reversed(chunks) if c in leave]
-        for unit, chunks in enumerate(units)
-    ]
+    return replace(memory, awaited=waits)
 
 
 def _gathers(
@@ -350,14 +384,14 @@ def _steps(
 
     for step, passes in enumerate(steps):
         for one in passes:
-            units = range(len(one.leaving))
+            units = range(len(one.moving))
             for unit in units:
                 while deferred and not waits(deferred[0], unit + gathers_ahead):
                     actions.append(deferred.popleft())
                 actions += [*one.gathers_at(unit), one.computes(ActionKind.F, unit, step)]
             for moment, unit in enumerate(reversed(units), len(units)):
                 actions += [*one.gathers_at(moment), *(one.early if moment == one.last_fetch else ())]
-                actions += [one.computes(ActionKind.B, unit, step), *one.leaves(unit)]
+                actions += [one.computes(ActionKind.B, unit, step), *one.moves_sums(unit)]
             actions += one.gathers_at(2 * len(units))
         deferred.extend(replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in late)
     return (*actions, *deferred)

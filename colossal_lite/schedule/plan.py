@@ -295,6 +295,8 @@ class Memory:
     - awaited: chunks that must have left the device before a FETCH or UPDATE of a chunk that has their place.
       Of the backward of a stage: before what follows it up to the next computing. By kind, then (task, chunk) or
       (task, stage)
+    - blocking: chunks whose FETCH is a part of the backward before it, and the issuer waits for it
+    - flushed: chunks that must have left the device when the backward of a (task, stage) is over, with such FETCHes
     - apart: chunks that on a tier share the budget of this name, and not the tier's
     - sharded: of `uses`, those that ranks share. They take their bytes on the device from FETCH or UNSHARD to RESHARD.
       Their `reads` are what FETCH copies from the host
@@ -312,6 +314,8 @@ class Memory:
     spent: frozenset[Chunk] = frozenset()
     made: Mapping[tuple[int, int], tuple[Chunk, ...]] = field(default_factory=dict)
     awaited: Mapping[tuple[ActionKind, tuple[int, int]], tuple[Chunk, ...]] = field(default_factory=dict)
+    blocking: frozenset[Chunk] = frozenset()
+    flushed: Mapping[tuple[int, int], tuple[Chunk, ...]] = field(default_factory=dict)
     apart: Mapping[tuple[Chunk, str], str] = field(default_factory=dict)
     sharded: frozenset[Chunk] = frozenset()
     offloaded: frozenset[tuple[int, Chunk]] = frozenset()

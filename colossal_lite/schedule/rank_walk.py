@@ -165,12 +165,13 @@ class RankWalk:
         self.sums = Counter(_weights(a) for a in mine if a.kind is ActionKind.REDUCE)
         self.summed: dict[tuple[Hashable, ...], int] = {}
         self.reduced: defaultdict[tuple[int, int | None, int | None], list[int]] = defaultdict(list)
+        # Of the last computing: what must leave, what must leave when it is over, and FETCHes that are a part of it.
         self.awaited: Sequence[Chunk] = []
+        self.flushed: Sequence[Chunk] = []
+        self.blocking: list[int] = []
         for node in self.nodes:
             action = table.actions[node]
-            if self.awaited:
-                self._await(node, self.awaited)
-                self.awaited = [] if action.resource == COMPUTE else self.awaited
+            self._await_computing(node, action)
             if memory.awaited and action.chunk is not None:
                 self._await(node, memory.awaited.get((action.kind, (action.task, action.chunk)), ()))
             match action.kind:
@@ -183,6 +184,17 @@ class RankWalk:
                 case ActionKind.REDUCE | ActionKind.TIED_REDUCE | ActionKind.UPDATE:
                     self._step(node, action)
         self._close(mine)
+
+    def _await_computing(self, node: int, action: Action) -> None:
+        """An action starts when all is done that the issuer waits for at the end of the last computing."""
+        is_part = action.kind is ActionKind.FETCH and (action.task, action.chunk) in self.memory.blocking
+        self.table.needs[node] += self.blocking
+        self._await(node, self.awaited)
+        self._await(node, () if is_part else self.flushed)
+        if is_part:
+            self.blocking.append(node)
+        elif action.resource == COMPUTE:
+            self.awaited, self.flushed, self.blocking = [], [], []
 
     def _await(self, node: int, chunks: Sequence[Chunk]) -> None:
         """An action starts when these have left the device."""
@@ -216,6 +228,7 @@ class RankWalk:
             self._count(+1)
         if self.table.frees(action):
             self.awaited = self.memory.awaited.get((ActionKind.B, stage), ())
+            self.flushed = self.memory.flushed.get(stage, ())
             self.due[stage] -= 1
             self._count(-1)
             self.tiers.drop(node, activations, "device")
@@ -236,7 +249,7 @@ class RankWalk:
         if action.chunk is not None and (chunk := (action.task, action.chunk)) in self.memory.sharded:
             self._fetch_shard(node, chunk)
         elif action.chunk is not None:
-            self.tiers.move(node, (action.task, action.chunk), tier, to)
+            self.tiers.move(node, chunk, tier, to)
         elif action.micro_batch is None:
             self.table.fault("needs a chunk, or the micro-batch whose activations it moves", node)
         else:

@@ -192,6 +192,35 @@ def test_a_gather_of_weights_at_rest_before_their_update_is_refused(
         check(Plan.parse(" ".join(words)), memory=held)
 
 
+RETURNING: dict[str, Any] = dict(ahead=0, micro_batches=2, returning=[1])
+"""The sums of chunk 1 are on the host between two micro-batches. Its number as a gradient is 3."""
+
+
+def test_earlier_sums_come_back_behind_the_last_backward_of_their_unit_and_stay_for_its_update() -> None:
+    run, held = run_of([[0], [1]], 1, **RETURNING)
+    check(run, memory=held)
+    assert str(run) == (
+        "0F0 1F0 0FETCH#0 1B0 1EVICT#3 0B0 t1:0F0 t1:1F0 t1:1B0 1FETCH1#3 t1:0B0 "
+        "0UPDATE0#0 0EVICT#0 1FETCH#1 1UPDATE0#1 1EVICT#1"
+    )
+    made = simulate(run, lambda action: 1.0 if action.chunk == 3 else 0.0, memory=held)
+    start_s = {str(span.action): span.start_s for span in made.spans}
+    assert (start_s["1FETCH1#3"], start_s["t1:0B0"]) == (1.0, 2.0), "backward goes on when they are added"
+    alone, _ = run_of([[0], [1]], 1, **RETURNING | dict(micro_batches=1))
+    assert "#3" not in str(alone), "one micro-batch has no earlier sums"
+
+
+@pytest.mark.parametrize(
+    "left_out, fault",
+    [("1EVICT#3", "chunk 3 is already on the device"), ("1FETCH1#3", "chunk 3 is not on the device")],
+)
+def test_a_run_that_leaves_out_a_move_of_sums_that_return_is_refused(left_out: str, fault: str) -> None:
+    run, held = run_of([[0], [1]], 1, **RETURNING)
+    words = [word for word in str(run).split() if word != left_out]
+    with pytest.raises(PlanError, match=fault):
+        check(Plan.parse(" ".join(words)), memory=held)
+
+
 @pytest.mark.parametrize("crossing", CROSSINGS)
 @pytest.mark.parametrize("below", [None, 0, 1])
 @pytest.mark.parametrize("stride", range(1, 6))
