@@ -33,6 +33,7 @@ from colossal_lite.planner.dry_run import META, Cost, Whole, bytes_of
 from colossal_lite.planner.run_plan import MemoryTerm, Term
 from colossal_lite.schedule.gather_plan import GatherPlan
 from colossal_lite.schedule.plan import Action, Plan
+from colossal_lite.schedule.update_rates import UpdateBytes
 from colossal_lite.zero.build_chunks import defers_updates, host_room, sharding_of, slots_of
 from colossal_lite.zero.grad_norm import in_order, ordered_squares
 from colossal_lite.zero.optimizer import ORIGINS, ChunkOptimizer
@@ -159,18 +160,40 @@ def memory_rows(
         origins["optimizer"] = f"{config.optimizer.type}, with its masters"
         rows = tuple(MemoryTerm(kind, held, origins[kind], tier) for kind, tier, held in placed.rows)
         updates = _updates(optimizer, placed, chunks)
+        choice.describe(_work_of_each(optimizer, placed, chunks), optimizer.mix)
     shown = tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations"))
     return StateForecast(shown, placed, updates, choice.lanes)
 
 
+def _off_device(placed: StatePlacement) -> dict[StateKind, set[int]]:
+    """The chunks whose parts a placement has off the device. Of LAST_SUM, those whose earlier sums alone it has there.
+    These are not among those of GRADIENTS."""
+    off = {kind: {name.chunk for name in placed.off_device if name.kind is kind} for kind in StateKind}
+    has_last = {piece.name.chunk for piece in placed.pieces if piece.last_sum}
+    returning = off[StateKind.GRADIENTS] & (has_last - off[StateKind.LAST_SUM])
+    return off | {StateKind.GRADIENTS: off[StateKind.GRADIENTS] - returning, StateKind.LAST_SUM: returning}
+
+
+def _work_of_each(
+    optimizer: ChunkOptimizer, placed: StatePlacement, chunks: Sequence[Chunk]
+) -> list[UpdateBytes]:
+    """What the update of each chunk reads and writes where a placement has its parts."""
+    off = _off_device(placed)
+    return [
+        optimizer.work_of(
+            index, record=index in off[StateKind.OPTIMIZER], gradient=index in off[StateKind.GRADIENTS],
+            weights=index in off[StateKind.WEIGHTS], returns=index in off[StateKind.LAST_SUM],
+        )
+        for index in range(len(chunks))
+    ]  # fmt: skip
+
+
 def _updates(optimizer: ChunkOptimizer, placed: StatePlacement, chunks: Sequence[Chunk]) -> Plan:
     """The list of updates of a placement."""
-    off: dict[StateKind, set[int]] = {
-        kind: {name.chunk for name in placed.off_device if name.kind is kind} for kind in StateKind
-    }
-    records, weights = off[StateKind.OPTIMIZER], off[StateKind.WEIGHTS]
-    has_last = {piece.name.chunk for piece in placed.pieces if piece.last_sum}
-    gradients = off[StateKind.GRADIENTS] - (has_last - off[StateKind.LAST_SUM])
+    off = _off_device(placed)
+    records, weights, gradients = (
+        off[kind] for kind in (StateKind.OPTIMIZER, StateKind.WEIGHTS, StateKind.GRADIENTS)
+    )
     there = {index for index, chunk in enumerate(chunks) if optimizer.is_updated_on_host(chunk)} & records
     streamed = {
         index: streaming(chunks[index], weights=index in weights, gradient=index in gradients)

@@ -7,9 +7,14 @@ element.  A host update reads and writes a bytes of host memory an element.
     host     N_c / U_c + calls          up     (s N_x + w N_c) / B_up         device   N_x / U_d
     down     (s N_x + g N_c) / B_down   memory (a N_c + 2 s N_x + (g + w) N_c) / B_m
 
+Weights that are their own masters, or half of them, come down too, w bytes more there and of memory.
+
 The longest lane is a bound.  A few shares are simulated, that of the least bound and both ends among them.  The search
 then goes from the best of these to its neighbours, while one is faster.  Where there are few chunks it goes on from
 these with changes of single chunks and exchanges of two.  At most `SIMULATED` chunks of equal size are simulated.
+
+Where some state rests on the device and some does not, the lanes and seconds of a mix are those of each chunk's own
+bytes.  `few_of` has about `DESCRIBED` chunks stand for all of them.
 
 Without `Computing` the phase is simulated alone, from the norm to the last write.  With it whole steps are: updates run
 beside the next forward, and gradients are copied down in backward.  The period of a step is minimised.
@@ -17,8 +22,9 @@ beside the next forward, and gradients are copied down in backward.  The period 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
 from itertools import combinations
@@ -40,6 +46,8 @@ from colossal_lite.schedule.update_mix import UpdateMix, mix_of, mix_with
 
 SIMULATED = 48
 """Most chunks of a simulated phase."""
+DESCRIBED = 96
+"""About as many stand for all of a placement, where the bytes of each are known."""
 COARSE = 8
 """Shares at equal distances that are simulated first."""
 FEW = 12
@@ -74,9 +82,10 @@ class Rates:
 class UpdateBytes:
     """Elements that update off their resting place, and the bytes of each."""
 
-    elements: int
-    chunks: int
+    elements: float
+    chunks: float
     record: float
+    """0 where records rest on the device."""
     gradient: float
     """0 where gradients rest on the host."""
     weight: float
@@ -90,7 +99,15 @@ class UpdateBytes:
     resting_weight: float = 0.0
     """Of weights that rest on the host: an update on the device writes them back."""
     reads_weights: bool = False
-    """Whether an update on the device reads these too."""
+    """Whether an update reads weights too: they are its masters, or half of them."""
+    returning_gradient: float = 0.0
+    """Of earlier sums that rest on the host between micro-batches, and come up for the last."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether any of it rests off the device."""
+        sizes = self.record, self.resting_gradient, self.resting_weight, self.returning_gradient
+        return self.elements > 0 and any(sizes)
 
     @property
     def streamed(self) -> Streaming:
@@ -116,8 +133,23 @@ class UpdateBytes:
 
     @property
     def gradient_late(self) -> float:
-        """Bytes of gradient that come down for an update, behind the norm."""
+        """Bytes of gradient that come down for an update on the host, behind the norm."""
         return 0.0 if self.early else self.gradient
+
+    @property
+    def read_weight(self) -> float:
+        """Bytes of weight that come down for an update on the host."""
+        return self.weight * self.reads_weights
+
+    def crossing(self, *, late: bool) -> Crossing:
+        """What crosses the link for an update on the host. `late`: behind the norm alone, with weights that a forward
+        would fetch."""
+        down = {
+            ChunkPart.GRADIENT: self.gradient_late if late else self.gradient,
+            ChunkPart.WEIGHTS: self.read_weight,
+        }
+        up = self.new_weight if late else self.weight
+        return Crossing(tuple(part for part, size in down.items() if size), up=up > 0)
 
 
 @dataclass(frozen=True)
@@ -174,6 +206,9 @@ class Lanes:
     device_s: float
     memory_s: float
 
+    def __add__(self, other: Lanes) -> Lanes:
+        return Lanes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
     @property
     def bound_s(self) -> float:
         """No order of the same work is faster."""
@@ -201,19 +236,66 @@ def lanes_of(work: UpdateBytes, rates: Rates, host_share: Fraction) -> Lanes:
     on_host = work.elements * float(host_share)
     streamed = work.elements - on_host
     crossing = work.streamed_up + work.streamed_down
-    memory = (work.host_memory + work.gradient_late + work.new_weight) * on_host + crossing * streamed
+    down = work.gradient_late + work.read_weight
+    memory = (work.host_memory + down + work.new_weight) * on_host + crossing * streamed
     return Lanes(
         host_s=on_host / rates.host_update + work.chunks * float(host_share) * rates.call_s,
         up_s=(work.streamed_up * streamed + work.new_weight * on_host) / rates.up,
-        down_s=(work.streamed_down * streamed + work.gradient_late * on_host) / rates.down,
+        down_s=(work.streamed_down * streamed + down * on_host) / rates.down,
         device_s=streamed / rates.device_update,
         memory_s=memory / rates.host_memory,
     )
 
 
+def lanes_of_each(parts: Sequence[UpdateBytes], rates: Rates, on_host: Collection[int]) -> Lanes:
+    """The lanes of these chunks, where those `on_host` are updated there."""
+    each = (lanes_of(part, rates, Fraction(number in on_host)) for number, part in enumerate(parts))
+    return sum(each, Lanes(0.0, 0.0, 0.0, 0.0, 0.0))
+
+
+def mean_of(parts: Sequence[UpdateBytes]) -> UpdateBytes:
+    """All of these chunks' elements, with the bytes that one of them has on average."""
+    elements = sum(part.elements for part in parts)
+
+    def mean(size: Callable[[UpdateBytes], float]) -> float:
+        return sum(part.elements * size(part) for part in parts) / max(elements, 1)
+
+    return UpdateBytes(
+        elements, sum(part.chunks for part in parts), mean(lambda part: part.record),
+        mean(lambda part: part.gradient), mean(lambda part: part.weight), mean(lambda part: part.host_memory),
+        any(part.early for part in parts), mean(lambda part: part.resting_gradient),
+        mean(lambda part: part.resting_weight), any(part.reads_weights for part in parts),
+        mean(lambda part: part.returning_gradient),
+    )  # fmt: skip
+
+
+def equal_parts(work: UpdateBytes, count: int) -> tuple[UpdateBytes, ...]:
+    """So many chunks of the same size."""
+    return (replace(work, elements=work.elements / count, chunks=work.chunks / count),) * count
+
+
+def few_of(
+    parts: Sequence[UpdateBytes], on_host: Collection[int]
+) -> tuple[tuple[UpdateBytes, ...], list[int]]:
+    """About `DESCRIBED` chunks that stand for all of these, and the places of those updated on the host. Each stands
+    for its neighbours on the same side and with the same parts off the device."""
+    alike: defaultdict[tuple[bool, ...], list[int]] = defaultdict(list)
+    for number, part in enumerate(parts):
+        rests = part.record, part.resting_gradient, part.resting_weight, part.returning_gradient
+        alike[number in on_host, *(size > 0 for size in rests)].append(number)
+    found: dict[int, UpdateBytes] = {}
+    for numbers in alike.values():
+        count = -(-len(numbers) * min(DESCRIBED, len(parts)) // len(parts))
+        for place in range(count):
+            group = numbers[place * len(numbers) // count : (place + 1) * len(numbers) // count]
+            found[group[len(group) // 2]] = mean_of([parts[number] for number in group])
+    order = sorted(found)
+    return tuple(found[n] for n in order), [place for place, n in enumerate(order) if n in on_host]
+
+
 def simulated_chunks(work: UpdateBytes) -> int:
     """Chunks that stand for all of them in a simulated phase."""
-    return min(max(work.chunks, 1), SIMULATED)
+    return int(min(max(work.chunks, 1), SIMULATED))
 
 
 def fastest_mix(work: UpdateBytes, rates: Rates, computing: Computing | None = None) -> FoundMix:
@@ -221,7 +303,7 @@ def fastest_mix(work: UpdateBytes, rates: Rates, computing: Computing | None = N
     if not work.chunks:
         return FoundMix(Fraction(0), lanes_of(work, rates, Fraction(0)), 0.0, frozenset())
     count = simulated_chunks(work)
-    simulated = partial(simulated_s, work, rates, count=count, computing=computing)
+    simulated = partial(simulated_s, equal_parts(work, count), rates, computing=computing)
 
     @cache
     def seconds(number: int) -> float:
@@ -266,14 +348,13 @@ def _improved(
 
 
 def simulated_s(
-    work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int, computing: Computing | None = None
+    parts: Sequence[UpdateBytes], rates: Rates, mix: UpdateMix, computing: Computing | None = None
 ) -> float:
-    """Seconds of `count` chunks' updates, from the norm to the last write; beside `computing`, of a step."""
+    """Seconds of the updates of these chunks, from the norm to the last write; beside `computing`, of a step."""
     if computing is None:
-        return simulated_updates(work, rates, mix, count).makespan_s
-    ends = [
-        span for span in simulated_steps(work, rates, mix, count, computing).spans if _ends_step(span.action)
-    ]
+        return simulated_updates(parts, rates, mix).makespan_s
+    timeline = simulated_steps(parts, rates, mix, computing)
+    ends = [span for span in timeline.spans if _ends_step(span.action)]
     last = {span.action.micro_batch: span.end_s for span in sorted(ends, key=lambda span: span.end_s)}
     return last[STEPS - 1] - last[STEPS - 2]
 
@@ -284,71 +365,83 @@ def _ends_step(action: Action) -> bool:
     return is_first or action.kind is ActionKind.B
 
 
-def simulated_updates(work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int) -> ScheduleTimeline:
-    """The updates of `count` chunks that hold all the elements, none begun before the norm is known."""
-    how = _how(work, mix, count, gradient=work.gradient_late, weight=work.new_weight)
-    plan, memory = update_plan(count, **how), memory_of(count, **how)
-    return _simulated(plan, memory, work, rates, count, Computing(0.0, 0.0))
+def simulated_updates(parts: Sequence[UpdateBytes], rates: Rates, mix: UpdateMix) -> ScheduleTimeline:
+    """The updates of these chunks, none begun before the norm is known."""
+    how = _how(parts, mix, late=True)
+    plan, memory = update_plan(len(parts), **how), memory_of(len(parts), **how)
+    return _simulated(plan, memory, parts, rates, Computing(0.0, 0.0), mix)
 
 
 def simulated_steps(
-    work: UpdateBytes, rates: Rates, mix: UpdateMix, count: int, computing: Computing
+    parts: Sequence[UpdateBytes], rates: Rates, mix: UpdateMix, computing: Computing
 ) -> ScheduleTimeline:
-    """Some steps of `count` units with a chunk each."""
-    how = _how(work, mix, count, gradient=work.gradient + work.resting_gradient, weight=work.weight)
+    """Some steps of as many units as chunks, each with one. A chunk's part of the computing is that of its
+    elements."""
     plan, memory = run_of(
-        [[unit] for unit in range(count)], STEPS, gathers_ahead=computing.gathers_ahead,
-        gathers_again=computing.gathers_again, micro_batches=computing.simulated, **how,
+        [[unit] for unit in range(len(parts))], STEPS, gathers_ahead=computing.gathers_ahead,
+        gathers_again=computing.gathers_again, micro_batches=computing.simulated,
+        returning=[number for number, part in enumerate(parts) if part.returning_gradient],
+        **_how(parts, mix, late=False),
     )  # fmt: skip
-    return _simulated(plan, memory, work, rates, count, computing)
+    return _simulated(plan, memory, parts, rates, computing, mix)
 
 
-def _how(work: UpdateBytes, mix: UpdateMix, count: int, *, gradient: float, weight: float) -> dict[str, Any]:
-    """Options of `run_of`. `gradient`, `weight`: bytes that cross the link for updates on the host. Gradients that rest
-    there leave in backward all the same, and a forward fetches such weights when it gathers them."""
-    crossing = Crossing((ChunkPart.GRADIENT,) if gradient else (), up=weight > 0)
-    on_host = dict.fromkeys(sorted(mix.on_host), crossing)
-    others = range(count) if work.resting_gradient or work.resting_weight else ()
+def _how(parts: Sequence[UpdateBytes], mix: UpdateMix, *, late: bool) -> dict[str, Any]:
+    """Options of `run_of`. `late` as `UpdateBytes.crossing`."""
+    moving = [number for number, part in enumerate(parts) if part.record]
+    on_host = {number: parts[number].crossing(late=late) for number in moving if number in mix.on_host}
+    streamed = {number: part.streamed for number, part in enumerate(parts) if number not in on_host}
     return dict(
-        ahead=mix.ahead, ahead_down=mix.ahead_down, on_host=on_host,
-        streamed={chunk: work.streamed for chunk in others if chunk not in on_host},
-        early=work.early or work.resting_gradient > 0,
+        ahead=mix.ahead, ahead_down=mix.ahead_down, moving=moving, on_host=on_host,
+        streamed={number: beside for number, beside in streamed.items() if beside.up or beside.down},
+        early=any(part.early for part in parts),
     )  # fmt: skip
 
 
 def _simulated(
-    plan: Plan, memory: Memory, work: UpdateBytes, rates: Rates, count: int, computing: Computing
+    plan: Plan,
+    memory: Memory,
+    parts: Sequence[UpdateBytes],
+    rates: Rates,
+    computing: Computing,
+    mix: UpdateMix,
 ) -> ScheduleTimeline:
-    elements = work.elements / count
-    sizes = {
-        ChunkPart.RECORD: work.record,
-        ChunkPart.GRADIENT: work.gradient + work.resting_gradient,
-        ChunkPart.WEIGHTS: work.new_weight,
-    }
+    elements = sum(part.elements for part in parts)
     each = [computing.share_of(number) * computing.micro_batches for number in range(computing.simulated)]
-    computed = {ActionKind.F: computing.forward_s / count, ActionKind.B: computing.backward_s / count}
+    computed = {ActionKind.F: computing.forward_s, ActionKind.B: computing.backward_s}
+
+    def of_each(action: Action, part: UpdateBytes, what: ChunkPart, crosses: bool) -> float:
+        """Bytes that an element has moved."""
+        if what is ChunkPart.RECORD:
+            return part.record
+        if what is ChunkPart.WEIGHTS:
+            up = action.kind is ActionKind.FETCH
+            return part.resting_weight if not crosses else part.new_weight if up else part.weight
+        if what is ChunkPart.GATHERED:
+            return part.resting_weight * each[action.task]
+        rests, once = part.resting_gradient + part.returning_gradient, part.gradient if crosses else 0.0
+        return once + rests * (each[action.micro_batch or 0] if action.kind is ActionKind.EVICT else 1)
 
     def moved(action: Action) -> float:
         if action.kind in computed or action.kind in (ActionKind.UNSHARD, ActionKind.RESHARD):
             return 0.0
+        what, number = part_of(action.chunk or 0, len(parts))
+        part = parts[number]
         if action.kind is ActionKind.UPDATE:
-            return elements * work.host_memory if action.resource == CPU else 0.0
-        part, _ = part_of(action.chunk or 0, count)
-        if part is ChunkPart.GATHERED:
-            return elements * work.resting_weight * each[action.task]
-        if part is ChunkPart.GRADIENT and action.kind is ActionKind.EVICT:
-            return elements * (work.gradient + work.resting_gradient * each[action.micro_batch or 0])
-        return elements * sizes[part]
+            return part.elements * part.host_memory if action.resource == CPU else 0.0
+        return part.elements * of_each(action, part, what, number in mix.on_host)
 
     def seconds(action: Action) -> float:
         assert action.resource != DISK
         if action.kind in computed:
-            return computed[action.kind] * computing.share_of(action.task)
+            share = parts[action.stage or 0].elements / elements if elements else 0.0
+            return computed[action.kind] * share * computing.share_of(action.task)
         if action.kind is not ActionKind.UPDATE:  # a gather takes no part of these lanes
             return moved(action) / (rates.up if action.kind is ActionKind.FETCH else rates.down)
+        part = parts[action.chunk or 0]
         if action.resource != CPU:
-            return elements / rates.device_update
-        return elements / rates.host_update + rates.call_s * work.chunks / count
+            return part.elements / rates.device_update
+        return part.elements / rates.host_update + rates.call_s * part.chunks
 
     shared = None if rates.host_memory == inf else HostBandwidth(rates.host_memory, moved)
     return simulate(plan, seconds, memory=memory, host=shared)

@@ -18,11 +18,12 @@ Or it is updated on the host (offload/host_updates.py).  zero/optimizer_state.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, takewhile
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,8 +60,15 @@ from colossal_lite.schedule.update_mix import UpdateMix
 from colossal_lite.schedule.update_rates import UpdateBytes
 from colossal_lite.zero.optimizer_state import OptimizerState
 
-Choice = Callable[[UpdateBytes, Sequence[int]], UpdateMix]
-"""The mix of chunks with these bytes and these numbers in the whole model."""
+
+class Choice(Protocol):
+    """Decides the mix."""
+
+    def __call__(self, parts: Sequence[UpdateBytes], ids: Sequence[int]) -> UpdateMix:
+        """The mix of chunks with these bytes and these numbers in the whole model."""
+
+    def describe(self, parts: Sequence[UpdateBytes], mix: UpdateMix) -> None:
+        """Put this mix in words."""
 
 
 @dataclass(frozen=True)
@@ -174,11 +182,19 @@ class ChunkOptimizer(OptimizerState):
 
     def _chosen(self) -> UpdateMix:
         """The mix by the choice of this moment. Collective as the choice is."""
-        mix = self._choice(self._work(), [chunk.spec.id for chunk in self._chunks])
+        parts = [
+            self.work_of(
+                index, record=True, gradient=chunk.gradient_at_rest is not None,
+                weights=chunk.weights_at_rest is not None,
+            )
+            for index, chunk in enumerate(self._chunks)
+        ]  # fmt: skip
+        mix = self._choice(parts, [chunk.spec.id for chunk in self._chunks])
         if self._one_ahead:  # budgets and slots of the disk are for one ahead
             mix = UpdateMix(mix.on_host, early=mix.early)
         if self._backward:  # a gradient comes down when it is summed, and not before
             mix = replace(mix, ahead_down=0, early=False)
+        self._choice.describe(parts, mix)
         return mix
 
     def choose_again(self) -> None:
@@ -209,24 +225,19 @@ class ChunkOptimizer(OptimizerState):
         updated = self.mix.on_host & {*sizes}
         return spilled(sizes, host_room - updating_bytes(self._chunks, updated, self.mix))
 
-    def _work(self) -> UpdateBytes:
-        """What updates read and write, an element on average."""
-        moving = [(i, c) for i, c in enumerate(self._chunks) if self.record_bytes(i)]
-        owned = [chunk.owned_numel for _, chunk in moving]
-        elements = max(sum(owned), 1)
-
-        def mean(sizes: Iterable[int]) -> float:
-            return sum(n * size for n, size in zip(owned, sizes, strict=True)) / elements
-
-        record = sum(self.record_bytes(index) for index, _ in moving) / elements
-        gradient = mean(c.gradient.element_size() * (c.gradient_at_rest is None) for _, c in moving)
-        weight = mean(c.local_shard.element_size() * (c.weights_at_rest is None) for _, c in moving)
-        all_gradients = mean(c.gradient.element_size() for _, c in moving)
-        all_weights = mean(c.local_shard.element_size() for _, c in moving)
+    def work_of(
+        self, index: int, *, record: bool, gradient: bool, weights: bool, returns: bool = False
+    ) -> UpdateBytes:
+        """What the update of a chunk reads and writes, if its record, gradient or weights rest off the device. Without
+        a record nothing moves for it. `returns`: its earlier sums rest there, and come back for the last."""
+        chunk = self._chunks[index]
+        states = self.record_bytes(index) / max(chunk.owned_numel, 1)
+        summed, seen = (tensor.element_size() for tensor in (chunk.gradient, chunk.local_shard))
         return UpdateBytes(
-            elements, len(moving), record, gradient, weight, 2 * record + all_gradients,
-            resting_gradient=all_gradients - gradient, resting_weight=all_weights - weight,
-            reads_weights=any(c.updates_weights for _, c in moving),
+            chunk.owned_numel, 1, states if record else 0.0, 0.0 if gradient else summed, 0.0 if weights else seen,
+            2 * states + summed, resting_gradient=summed if gradient else 0.0,
+            resting_weight=seen if weights else 0.0, reads_weights=chunk.updates_weights,
+            returning_gradient=summed if returns else 0.0,
         )  # fmt: skip
 
     @property

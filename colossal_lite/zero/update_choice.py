@@ -35,8 +35,9 @@ from colossal_lite.schedule.update_rates import (
     Rates,
     UpdateBytes,
     fastest_mix,
-    lanes_of,
-    simulated_chunks,
+    few_of,
+    lanes_of_each,
+    mean_of,
     simulated_s,
 )
 from colossal_lite.zero.calibration import machine_name, measure
@@ -110,37 +111,39 @@ class UpdateChoice:
             micro_batches=self._micro_batches,
         )
 
-    def __call__(self, work: UpdateBytes, ids: Sequence[int]) -> UpdateMix:
+    def __call__(self, parts: Sequence[UpdateBytes], ids: Sequence[int]) -> UpdateMix:
         """Collective under "auto", and where chunks are named. `ids`: as `mix_of` has them. Raises ValueError where
         rates are neither given nor can be measured, and for a number that no chunk has."""
         if self._memory.records_tier == "device":
             return ALL_ON_DEVICE
         early = self._memory.sends_gradients_early
-        work = replace(work, early=early)
         on_host = self._memory.on_host
         if self._memory.update_on == "auto":
             agreed = self.rates = self._agreed(self.rates or rates_of(self._found_here()))
+            work = replace(mean_of([part for part in parts if part.record]), early=early)
             on_host = self._fastest(work, agreed, ids)
             self.found = {"host": float(on_host) if isinstance(on_host, Fraction) else on_host}
         elif not isinstance(on_host, Fraction):
             self._refuse_unknown(on_host, ids)
-        mix = replace(mix_of(on_host, ids), early=early)
-        share = Fraction(len(mix.on_host), max(len(ids), 1))
-        on_host_now = (
-            len(mix.on_host) if work.chunks else 0
-        )  # a chunk without a record is updated on the device
-        self.lanes = f"{on_host_now} of {len(ids)} chunks are updated on the host"
-        if (rates := self.rates) is not None and work.chunks:
-            count = simulated_chunks(work)
-            like = mix if count == len(ids) else replace(mix_of(share, range(count)), early=early)
-            updates_s = simulated_s(work, rates, like, count)
-            self.lanes += f": {lanes_of(work, rates, share)}, {updates_s:.3g} s simulated"
+        return replace(mix_of(on_host, ids), early=early)
+
+    def describe(self, parts: Sequence[UpdateBytes], mix: UpdateMix) -> None:
+        """Put the mix of these chunks in words, with its lanes and seconds where there are rates."""
+        if self._memory.records_tier == "device":
+            return
+        on_host = {number for number in mix.on_host if parts[number].record}
+        self.lanes = f"{len(on_host)} of {len(parts)} chunks are updated on the host"
+        moving = [replace(part, early=mix.early) for part in parts]
+        if (rates := self.rates) is not None and any(part.moves for part in moving):
+            few, places = few_of(moving, on_host)
+            like = replace(mix, on_host=frozenset(places))
+            updates_s = simulated_s(few, rates, like)
+            self.lanes += f": {lanes_of_each(moving, rates, on_host)}, {updates_s:.3g} s simulated"
             if self.computing is not None:
-                step_s, computed_s = simulated_s(work, rates, like, count, self.computing), self.computing.s
+                step_s, computed_s = simulated_s(few, rates, like, self.computing), self.computing.s
                 self.lanes += f"; a step of {step_s:.3g} s simulated, computing {computed_s:.3g} s"
         if self.found is not None:
             self.notices.append(f"memory.update_on='auto' is {shown(self.found)}: {self.lanes}")
-        return mix
 
     def tell(self, rank: int) -> None:
         """Print the notices so far, on rank 0."""

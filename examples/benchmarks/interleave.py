@@ -19,6 +19,7 @@ from colossal_lite.schedule.update_rates import (
     Computing,
     Rates,
     UpdateBytes,
+    equal_parts,
     fastest_mix,
     lanes_of,
     simulated_chunks,
@@ -38,7 +39,9 @@ def phase() -> None:
     print("|---|---|---|---|---|---|---|")
     for memory in (float("inf"), 160e9):
         rates = Rates(4e9, UPDATED, LINK, LINK, memory)
-        shares = [simulated_s(PHASE, rates, mix_of(Fraction(n, 2), range(32)), 32) for n in (2, 0, 1)]
+        shares = [
+            simulated_s(equal_parts(PHASE, 32), rates, mix_of(Fraction(n, 2), range(32))) for n in (2, 0, 1)
+        ]
         found = fastest_mix(PHASE, rates)
         bound_s = lanes_of(PHASE, rates, found.host_share).bound_s
         told = "no limit" if memory == float("inf") else f"{memory / 1e9:.0f} GB/s"
@@ -55,7 +58,7 @@ def steps() -> None:
     for updates, memory in MACHINES:
         rates = Rates(updates, UPDATED, LINK, LINK, memory)
         host_s, streamed_s = (
-            simulated_s(STEP, rates, mix_of(Fraction(share), range(count)), count, COMPUTING)
+            simulated_s(equal_parts(STEP, count), rates, mix_of(Fraction(share), range(count)), COMPUTING)
             for share in (1, 0)
         )
         found = fastest_mix(STEP, rates, COMPUTING)

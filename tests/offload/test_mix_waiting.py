@@ -19,10 +19,12 @@ from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import simulate
 from colossal_lite.schedule.step_moments import ACCUMULATING, SharedInterval
 from colossal_lite.schedule.update_mix import UpdateMix
+from colossal_lite.schedule.update_rates import Computing, Rates, UpdateBytes, simulated_s
 from tests.offload.test_waiting import (
     LAYERS,
     RECORD_BYTES,
     VOCABULARY,
+    WIDTH,
     Model,
     Seconds,
     budgeted,
@@ -78,6 +80,8 @@ class Ran:
     awaited: Awaited
     sizes_bytes: dict[int, int]
     """By the numbers of the plan."""
+    work: list[UpdateBytes]
+    """Of each chunk, as `plan` has it."""
 
 
 def ran_mixed(
@@ -119,6 +123,13 @@ def ran_mixed(
                 strict=True,
             )
         }
+        work = [
+            optimizer.work_of(
+                i, record=i in moving, gradient=c.gradient_at_rest is not None and i not in waiting,
+                weights=c.weights_at_rest is not None, returns=i in waiting,
+            )
+            for i, c in enumerate(chunks)
+        ]  # fmt: skip
         step_s = clock.now_s - before_s
         return Ran(
             step_s,
@@ -133,6 +144,7 @@ def ran_mixed(
             prepares,
             awaited_by(engine),
             sizes,
+            work,
         )
 
 
@@ -166,6 +178,17 @@ def assert_as_simulated(seed: int, placement: str) -> None:
 
 def assert_so(ran: Ran, seconds: Seconds) -> None:
     assert ran.step_s == pytest.approx(simulated(ran, seconds), rel=1e-6)
+    alone = replace(ran, awaited={}, prepares=None)
+    assert described(ran, seconds) == pytest.approx(simulated(alone, seconds), rel=1e-6)
+
+
+def described(ran: Ran, seconds: Seconds) -> float:
+    """As `plan` describes the step. It does not know which places in the arena overlap."""
+    rate = round(RECORD_BYTES / seconds.copy)
+    rates = Rates(WIDTH / (seconds.host or seconds.update), WIDTH / seconds.update, rate, rate)
+    computed_s = (LAYERS * ran.micro_batches * each for each in (seconds.forward, seconds.backward))
+    computing = Computing(*computed_s, ran.gathers_ahead, ran.gathers_again, ran.micro_batches)
+    return simulated_s([replace(each, early=ran.mix.early) for each in ran.work], rates, ran.mix, computing)
 
 
 def simulated(ran: Ran, seconds: Seconds) -> float:

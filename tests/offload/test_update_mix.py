@@ -165,7 +165,7 @@ def test_a_plan_prints_the_mix_with_its_lanes_and_seconds(update_on: Any) -> Non
 
 
 @pytest.mark.parametrize("update_on", ["device", "host", {"every": 2}, "auto"])
-@pytest.mark.parametrize("where", [dict(placement="auto", device_budget="1GB"), dict(placement="static")])
+@pytest.mark.parametrize("where", [dict(placement="auto", device_budget=100_000), dict(placement="static")])
 def test_so_does_one_whose_weights_and_gradients_may_rest_on_the_host(
     update_on: Any, where: dict[str, Any]
 ) -> None:
@@ -185,6 +185,29 @@ def test_so_does_one_whose_weights_and_gradients_may_rest_on_the_host(
         # The first forward has the weights from their updates.
         assert up_s == pytest.approx((held["optimizer"] + held["gradients"]) / 50e9, rel=0.01)
         assert down_s == pytest.approx((held["optimizer"] + held["weights"]) / 50e9, rel=0.01)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_a_plan_counts_the_bytes_and_seconds_of_the_records_that_rest_on_the_host(share: float) -> None:
+    model = GPTConfig(vocabulary=64, layers=8, heads=2, width=16, sequence=8)
+    memory = dict(placement="static", host_fraction=dict(optimizer=share), rates=RATES | dict(flops=1e9))
+    made = plan(dict(zero=dict(stage=3), memory=memory), model, batch=2, sequence=8, world_size=2)
+    (held,) = (row.bytes for row in made.memory if (row.kind, row.tier) == ("optimizer", "host"))
+    assert made.link_bytes == 2 * held
+    found = re.search(r"up ([\d.e-]+) s, down ([\d.e-]+) s.* ([\d.e-]+) s simulated; a step", made.updates)
+    assert found is not None
+    up_s, down_s, updates_s = map(float, found.groups())
+    assert (up_s, down_s) == pytest.approx((held / 50e9, held / 50e9), rel=0.005)
+    assert up_s <= updates_s <= 1.01 * (up_s + down_s) + made.local_parameters / 130e9
+
+
+@pytest.mark.parametrize("update_on", ["device", "host", {"every": 2}, "auto"])
+def test_a_plan_whose_budget_holds_all_state_moves_nothing(update_on: Any) -> None:
+    model = GPTConfig(vocabulary=64, layers=2, heads=2, width=16, sequence=8)
+    memory = dict(placement="auto", device_budget="1GB", update_on=update_on, rates=RATES | dict(flops=1e9))
+    config = dict(zero=dict(stage=3), precision="bf16", memory=memory)
+    made = plan(config, model, batch=2, sequence=8, world_size=2)
+    assert made.link_bytes == 0 and re.fullmatch(r"0 of \d+ chunks are updated on the host", made.updates)
 
 
 @pytest.mark.parametrize("where", [dict(placement="host"), dict(placement="auto", device_budget="1GB")])

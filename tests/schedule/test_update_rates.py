@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import astuple, replace
 from fractions import Fraction
 from itertools import combinations
 from math import inf
@@ -14,11 +14,15 @@ import pytest
 from colossal_lite.schedule import update_rates
 from colossal_lite.schedule.update_mix import mix_of, mix_with
 from colossal_lite.schedule.update_rates import (
+    DESCRIBED,
     Computing,
     Rates,
     UpdateBytes,
+    equal_parts,
     fastest_mix,
+    few_of,
     lanes_of,
+    lanes_of_each,
     simulated_chunks,
     simulated_s,
 )
@@ -29,7 +33,7 @@ LINK = Rates(host_update=4e9, device_update=130e9, up=50e9, down=50e9)
 
 
 def seconds_of(share: Fraction, rates: Rates) -> float:
-    return simulated_s(BILLIONS, rates, mix_of(share, range(32)), 32)
+    return simulated_s(equal_parts(BILLIONS, 32), rates, mix_of(share, range(32)))
 
 
 def test_a_mix_of_32_chunks_takes_nearly_its_bound_where_either_end_takes_twice_that() -> None:
@@ -76,7 +80,8 @@ def test_a_whole_step_of_a_mix_is_never_slower_than_either_end(machine: int) -> 
     rates = Rates(updates, 130e9, 50e9, 50e9, memory)
     count = simulated_chunks(WHOLE)
     streamed_s, host_s = (
-        simulated_s(WHOLE, rates, mix_of(Fraction(share), range(count)), count, COMPUTED) for share in (0, 1)
+        simulated_s(equal_parts(WHOLE, count), rates, mix_of(Fraction(share), range(count)), COMPUTED)
+        for share in (0, 1)
     )
     found = fastest_mix(WHOLE, rates, COMPUTED)
     assert found.simulated_s <= min(streamed_s, host_s)
@@ -89,7 +94,7 @@ def test_a_step_without_updates_to_wait_for_takes_what_it_computes() -> None:
     rates = Rates(1e13, 1e13, 1e15, 1e15)
     for share in (0, 1):
         mix = mix_of(Fraction(share), range(8))
-        seconds = simulated_s(replace(WHOLE, chunks=8), rates, mix, 8, COMPUTED)
+        seconds = simulated_s(equal_parts(replace(WHOLE, chunks=8), 8), rates, mix, COMPUTED)
         assert seconds == pytest.approx(COMPUTED.forward_s + COMPUTED.backward_s, rel=0.01)
 
 
@@ -103,7 +108,12 @@ def test_weights_at_rest_that_backward_fetches_again_are_waited_for_where_it_can
     rates = Rates(1e13, 1e13, up=1e9, down=1e15)
     mix = mix_of(share, range(8))
     kept, again = (
-        simulated_s(work, rates, mix, 8, Computing(100.0, backward_s, gathers_ahead=1, gathers_again=each))
+        simulated_s(
+            equal_parts(work, 8),
+            rates,
+            mix,
+            Computing(100.0, backward_s, gathers_ahead=1, gathers_again=each),
+        )
         for each in (False, True)
     )
     fetched_s = 6 / 8 * work.elements * work.resting_weight / rates.up
@@ -117,7 +127,7 @@ def test_updates_hide_behind_the_first_of_several_forwards_alone(micro_batches: 
     mix = mix_of(Fraction(0), range(8))
     copy_s = work.elements * work.record / 8 / rates.up
     computing = Computing(8 * copy_s * micro_batches / 2, 1000 * copy_s, micro_batches=micro_batches)
-    waited_s = simulated_s(work, rates, mix, 8, computing) - computing.s
+    waited_s = simulated_s(equal_parts(work, 8), rates, mix, computing) - computing.s
     assert waited_s == pytest.approx(6 * copy_s - 7 * copy_s / 2, rel=0.01)
     assert sum(computing.share_of(number) for number in range(computing.simulated)) == pytest.approx(1)
 
@@ -139,11 +149,31 @@ def test_four_micro_batches_stand_for_nine_also_beside_what_rests_on_the_host(
     computing = Computing(9 * forward_s, 18 * forward_s, 1, again, micro_batches=9)
     for share in (Fraction(0), Fraction(1, 2), Fraction(1)):
         monkeypatch.setattr(update_rates, "MOST_MICRO_BATCHES", 9)
-        each_s = simulated_s(work, rates, mix_of(share, range(8)), 8, computing)
+        each_s = simulated_s(equal_parts(work, 8), rates, mix_of(share, range(8)), computing)
         monkeypatch.undo()
-        assert simulated_s(work, rates, mix_of(share, range(8)), 8, computing) == pytest.approx(
+        assert simulated_s(equal_parts(work, 8), rates, mix_of(share, range(8)), computing) == pytest.approx(
             each_s, rel=5e-3
         )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_few_chunks_that_stand_for_all_have_their_lanes(seed: int) -> None:
+    draw = random.Random(seed)
+    kinds = [
+        UpdateBytes(1, 1, record, draw.choice([0, 4]), weight, 28, True, resting_weight=2 - weight)
+        for record in (0, 8, 12)
+        for weight in (0, 2)
+    ]
+    count = draw.randint(1, 400)
+    parts = [replace(draw.choice(kinds), elements=draw.randint(0, 10**8)) for _ in range(count)]
+    on_host = {number for number, part in enumerate(parts) if part.record and draw.random() < 0.5}
+    few, places = few_of(parts, on_host)
+    assert len(few) <= min(count, DESCRIBED + 2 * len(kinds)) and (count > DESCRIBED or [*few] == parts)
+    rates = Rates(4e9, 130e9, 50e9, 40e9, 160e9, call_s=1e-4)
+    every, some = lanes_of_each(parts, rates, on_host), lanes_of_each(few, rates, places)
+    assert astuple(some) == pytest.approx(astuple(every))
+    for number, part in enumerate(few):
+        assert part.elements == 0 or (number in places) <= (part.record > 0)
 
 
 def assert_near_the_best(seed: int, most: int) -> None:
@@ -156,7 +186,7 @@ def assert_near_the_best(seed: int, most: int) -> None:
     gradient, weight = draw.choice([(4, 2), (0, 2), (4, 4), (0, 0)])
     work = UpdateBytes(count * 10**8, count, draw.choice([8, 12]), gradient, weight, 28)
     chosen = (some for size in range(count + 1) for some in combinations(range(count), size))
-    best_s = min(simulated_s(work, rates, mix_with(some, count), count) for some in chosen)
+    best_s = min(simulated_s(equal_parts(work, count), rates, mix_with(some, count)) for some in chosen)
     assert fastest_mix(work, rates).simulated_s <= 1.03 * best_s
 
 

@@ -26,7 +26,7 @@ from colossal_lite.schedule.plan import COMPUTE, CPU, D2H, H2D, Action, ActionKi
 from colossal_lite.schedule.simulator import ScheduleTimeline, StageCosts, simulate
 from colossal_lite.schedule.step_passes import add_step
 from colossal_lite.schedule.update_mix import mix_of
-from colossal_lite.schedule.update_rates import Rates, UpdateBytes, simulated_updates
+from colossal_lite.schedule.update_rates import Rates, UpdateBytes, equal_parts, simulated_updates
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.zero.state_bytes import forecast
 
@@ -138,7 +138,7 @@ def updates() -> str:
     """Eight chunks, some updated on the host and some streamed, at the rates of the page."""
     work = UpdateBytes(elements=8 * 10**8, chunks=8, record=12, gradient=0, weight=2, host_memory=28)
     rates = Rates(host_update=4e9, device_update=130e9, up=50e9, down=50e9)
-    timeline = simulated_updates(work, rates, mix_of(Fraction(1, 2), range(8)), 8)
+    timeline = simulated_updates(equal_parts(work, 8), rates, mix_of(Fraction(1, 2), range(8)))
     return lanes(
         timeline,
         "simulated: eight chunks, every second one updated on the host (8-15 gradients, 16-23 weights)",
