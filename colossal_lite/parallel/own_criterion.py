@@ -4,6 +4,7 @@ Note: a criterion sees a part of a batch.
 Where batches are cut, its parts must add up.  So it is run on two halves of a part as well, by samples, and by tokens
 where ranks have parts of these.  Once it is given logits that are right in the first half.  There the floor or the cap
 of a mean shows.  What it reads beside the logits is seen in its graph (criterion_graph.py).
+A count that is no whole number may be an accuracy, which divides the loss.  So it is taken of two halves too.
 Cost: two more calls in the first micro-batches, and in those whose number is a power of two; there two more backwards
 to the logits; a walk of its graph.
 """
@@ -57,8 +58,9 @@ class OwnCriterion:
         otherwise than in one process."""
         trains = torch.is_grad_enabled()
         self._calls += trains
-        judges = is_cut and trains and (self._calls <= MOST_JUDGED or self._calls.bit_count() == 1)
-        versions = (whole._version, labels._version) if judges else None  # it may write in them
+        is_early = trains and (self._calls <= MOST_JUDGED or self._calls.bit_count() == 1)
+        judges = is_cut and is_early
+        versions = whole._version, labels._version  # it may write in them
         made_by, devices = whole.grad_fn, [whole.device] if whole.is_cuda else []
         before = states(devices) if judges else {}
         try:
@@ -80,11 +82,12 @@ class OwnCriterion:
             if self._calls.bit_count() == 1 and whole.grad_fn is made_by:
                 with retained_gradients_kept():
                     _check_linear(total, whole)
-        if judges and versions == (whole._version, labels._version):
-            self._judged += 1
-            self._judge(
-                CriterionResult(whole.detach(), labels, total.detach(), count), cuts_tokens=cuts_tokens
-            )
+        given = CriterionResult(whole.detach(), labels, total.detach(), count)
+        if is_early and versions == (whole._version, labels._version):
+            self._refuse_mean_as_count(given)
+            self._judged += judges
+            if judges:
+                self._judge(given, cuts_tokens=cuts_tokens)
         return total, count
 
     def counts(self, whole: Tensor, labels: Tensor) -> bool:
@@ -97,6 +100,26 @@ class OwnCriterion:
         self._refuse_other_sums(given)
         if cuts_tokens and (halves := _halves(given.logits, given.labels, 1)):
             self._compare(given, halves, "parallel.sequence")
+
+    def _refuse_mean_as_count(self, given: CriterionResult) -> None:
+        """Raises ValueError for a count, no whole number, that is the mean of what two halves give: an accuracy."""
+        count, labels = float(given.count), given.labels
+        parts = _halves(given.logits, labels, 0 if labels.dim() and len(labels) > 1 else 1)
+        if not math.isfinite(count) or count.is_integer() or not parts:
+            return
+        found = [float(each.count) for part in parts if (each := self._of_half(*part)) is not None]
+        if len(found) < 2 or found[0] == found[1]:
+            return
+        sizes = ([int(valid_labels(ids)) for _, ids in parts], [ids.numel() for _, ids in parts])
+        means = (
+            sum(n * each for n, each in zip(some, found, strict=True)) / max(sum(some), 1) for some in sizes
+        )
+        if any(math.isclose(mean, count, rel_tol=1e-5) for mean in means):
+            raise ValueError(
+                f"criterion: its second value {count:.6g} is a mean: {found[0]:.6g} and {found[1]:.6g} for two halves "
+                f"of the batch. It is taken as the count by which the loss is divided. Legal: the loss alone, or "
+                f"(sum, count) of what parts add up to. An accuracy is for your loop"
+            )
 
     def _check_reads(self, total: Tensor, logits: Any) -> None:
         """Raises ValueError for a loss that has no gradient, or whose gradient a step would not have right. `logits`:

@@ -338,6 +338,27 @@ def test_a_first_loss_that_is_not_finite_does_not_end_the_judging() -> None:
         vectors_with(criterion, LABELS, gradient_accumulation=4)
 
 
+@pytest.mark.parametrize("labels", [[0, 0, 0, 1, 0, 0, 0, 0], [0, 0, 1, -100, 0, 0, 0, 0]])
+def test_an_accuracy_beside_the_loss_is_not_taken_as_its_count(labels: list[int]) -> None:
+    """Neither in one process nor where a batch is cut. A count may be the sum of any weights."""
+    whole = torch.tensor(labels)
+
+    def with_accuracy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        right = (labels == 0)[labels != -100].float().mean()  # of a model that says 0
+        return F.cross_entropy(logits, labels), right
+
+    def with_weights(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        weights = torch.tensor([0.3, 0.05, 0.1, 0.1], dtype=torch.float64)
+        total = F.cross_entropy(logits, labels, weight=weights, reduction="sum")
+        return total, weights[labels[labels != -100]].sum()
+
+    for parts in (1, 2):
+        with pytest.raises(ValueError, match="criterion: its second value .* is a mean"):
+            vectors_with(with_accuracy, whole, gradient_accumulation=parts)
+        loss = vectors_with(with_weights, whole, gradient_accumulation=parts)
+        assert loss == pytest.approx(vectors_with(with_weights, whole), rel=1e-12)
+
+
 def in_data_ranks(env: RankEnv, name: str) -> float:
     with env.launch(dict(precision="fp64", seed=3)) as context:
         engine = cl.initialize(lambda: nn.Linear(6, 4), context=context, criterion=(ADDS_UP | DOES_NOT)[name])
