@@ -86,6 +86,7 @@ from colossal_lite.transforms.batch_statistics import (
     mark_synced,
 )
 from colossal_lite.transforms.compile import compile_blocks
+from colossal_lite.transforms.compiled_units import compiled_units
 from colossal_lite.transforms.key_cache import give_key_cache_back
 from colossal_lite.transforms.module_modes import modes_of, set_modes
 from colossal_lite.zero.budget_messages import Forecast, room_problems
@@ -217,7 +218,7 @@ def _initialize(
 
 def _warn_of_order(module: nn.Module, chunks: Sequence[Chunk], names: GlobalNames, context: Context) -> None:
     """Let the main rank warn if a forward uses chunks out of order. It does not watch a compiled model."""
-    if context.is_main and context.config.compile == "none":
+    if context.is_main and not compiled_units(module):
         found = {id(p): name for name, p in names.parameters(module).items()}
         warn_if_out_of_order(module, [chunk.spec for chunk in chunks], found)
 

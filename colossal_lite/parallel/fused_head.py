@@ -27,6 +27,7 @@ from colossal_lite.layers.tensor_1d_layers import Head, gather_from_sequence_reg
 from colossal_lite.models import GPT
 from colossal_lite.numerics.torch_modes import autocast_dtype
 from colossal_lite.parallel.small_copy import TOKENS, deep_copy
+from colossal_lite.transforms.compiled_units import compiled_units
 from colossal_lite.transforms.split_backward import WeightGradStore, deliver, linear, store_for
 
 
@@ -143,12 +144,13 @@ def free_head(module: nn.Module) -> None:
 
 def fuse_head(module: nn.Module, name: str | None, ops: Ops, *, is_cut: bool) -> FusedHead | None:
     """Have the head of this name compute the loss, if it is a linear without bias; if the vocabulary `is_cut`, that
-    of 1d."""
+    of 1d. Not in compiled code, which is traced as it was written."""
     if name is None:
         return None
     head: Any = module.get_submodule(name)
     fits = isinstance(head, Head) if is_cut else type(head).forward is nn.Linear.forward
-    return FusedHead(head, ops) if fits and head.bias is None else None
+    is_fused = fits and head.bias is None and head not in compiled_units(module)
+    return FusedHead(head, ops) if is_fused else None
 
 
 def head_of(module: nn.Module) -> str | None:

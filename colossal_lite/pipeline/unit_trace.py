@@ -259,7 +259,7 @@ def _check_kinds(model: nn.Module, blocks: Sequence[str]) -> None:
         if isinstance(module, torch.jit.ScriptModule) or kind == "OptimizedModule":
             raise UnitsError(
                 f"parallel.pipeline: {name or 'the model itself'} is a {kind}, whose code no stage can run in part; "
-                f"legal: the module as it was before, and compile='block' in the config to compile it"
+                f"legal: the module as it was before, and its .compile(), which compiles it in place"
             )
         around = any(block.startswith(f"{name}.") for block in blocks)
         if name and around and has_hooks(module):

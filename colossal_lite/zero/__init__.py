@@ -1,5 +1,5 @@
 """Accumulates gradients in chunks, gathers weights, and runs the sharded optimizer.
 
-May import: kernels, sharding, schedule, config, models, numerics, observe, distributed, memory, offload.
+May import: kernels, sharding, schedule, config, models, numerics, transforms, observe, distributed, memory, offload.
 Read first: `gradient_hooks`.
 """

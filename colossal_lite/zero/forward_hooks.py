@@ -26,6 +26,7 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.numerics.torch_modes import storage_of, without_modes
 from colossal_lite.schedule.plan import Action
+from colossal_lite.transforms.compiled_units import Place, compiled_units
 from colossal_lite.zero.deferred_updates import DeferredUpdates
 from colossal_lite.zero.outside_reads import OutsideReads
 from colossal_lite.zero.parameter_order import own_parameters
@@ -60,11 +61,14 @@ class ForwardGates:
         hidden = {name for name, chunk in chunk_of.items() if chunk.is_sharded}
         self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad and n not in hidden}
         self._handles: list[Any] = []
+        units = compiled_units(module)
         for owner in module.modules():
-            own = [names[id(p)] for p in own_parameters(owner)]
+            is_unit = units.get(owner, False)
+            own = [names[id(p)] for p in (owner.parameters() if is_unit else own_parameters(owner))]
             needed = tuple(dict.fromkeys(chunk_of[name] for name in own if name in chunk_of))
             if needed:
-                self._handles += self._gates(owner, needed)
+                place = Place(owner, is_unit, is_within=owner in units and not is_unit)
+                self._handles += self._gates(place, needed)
             if own or owner is module or _has_state(owner):  # one activation may be in other models too
                 self._handles.append(owner.register_state_dict_pre_hook(self._before_state_dict))
                 self._handles.append(owner.register_load_state_dict_pre_hook(lambda *_: self._before_load()))
@@ -262,8 +266,8 @@ class ForwardGates:
         for handle in self._handles:
             handle.remove()
 
-    def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
-        yield owner.register_forward_pre_hook(partial(self._enter, needed))
+    def _gates(self, place: Place, needed: Sequence[WeightChunk]) -> Iterator[Any]:
+        yield from place.before(partial(self._enter, needed))
 
     def _before_state_dict(self, *_: object) -> None:
         if not self._names_only:

@@ -39,6 +39,7 @@ from colossal_lite.memory.weight_chunk import SavedView, WeightChunk
 from colossal_lite.numerics.torch_modes import without_modes
 from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherMoment, GatherPlan, GatherStep, Needs, Trace
 from colossal_lite.schedule.plan import ActionKind
+from colossal_lite.transforms.compiled_units import Place
 from colossal_lite.zero.build_chunks import slots_of
 from colossal_lite.zero.gather_units import plan_of, units_of
 from colossal_lite.zero.gradient_hooks import GradientHooks
@@ -80,6 +81,7 @@ class ParameterGather(ShardedWeights):
         self._has_new_plan = False  # whether the plan is new
         self._after_fetches: Callable[[], None] | None = None
         self._own: dict[nn.Module, Needs] = {}  # of modules with weights of their own
+        self._at_once: dict[int, Needs] = {}  # chunk -> what the compiled code that reads it needs
         self._node: Any = None  # of autograd, that has asked last
         self._block = NOTHING  # of the block that was recomputed last
         self._again: tuple[Any, Needs] = (None, NOTHING)  # a node that runs code again, and its needs
@@ -154,18 +156,21 @@ class ParameterGather(ShardedWeights):
 
     # ---- requests ----
 
-    def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
-        yield from super()._gates(owner, needed)
+    def _gates(self, place: Place, needed: Sequence[WeightChunk]) -> Iterator[Any]:
+        yield from super()._gates(place, needed)
         needs = frozenset[int]().union(*(self._units.get(chunk.spec.id, NOTHING) for chunk in needed))
         if not needs:
             return
-        self._own[owner] = needs
-        if not any(True for _ in owner.children()):
-            yield owner.register_forward_pre_hook(lambda *_: self._need(self._held_with(needs)))
+        self._own[place.owner] = needs
+        if place.is_unit:
+            joined = needs.union(*(self._at_once.get(chunk, NOTHING) for chunk in needs))
+            self._at_once |= dict.fromkeys(joined, joined)
+        if not any(True for _ in place.owner.children()):
+            yield from place.before(lambda *_: self._need(self._held_with(needs)))
             return
         # What a module with children owns may be read before, between and behind them.
-        yield owner.register_forward_pre_hook(partial(self._enter_parent, needs))
-        yield owner.register_forward_hook(lambda *_: self._leave_parent(), always_call=True)
+        yield from place.before(partial(self._enter_parent, needs))
+        yield from place.behind(self._leave_parent)
 
     def _enter_parent(self, needs: Needs, module: nn.Module, args: Any) -> None:
         self._parents.append(self._held_with(needs))
@@ -208,7 +213,8 @@ class ParameterGather(ShardedWeights):
                 "loss.backward(), on every rank. For torch.autograd.grad of outputs, or the loss of another model: "
                 "zero.stage=2"
             )
-        needs, node = self._units[saved.chunk.spec.id], torch._C._current_autograd_node()
+        chunk, node = saved.chunk.spec.id, torch._C._current_autograd_node()
+        needs = self._at_once.get(chunk, self._units[chunk])
         if node is not None and node is self._node and not needs <= self._current:
             raise ValueError(
                 f"backward: {node.name()} reads weights of two units at once, which zero.stage=3 gathers one after the "

@@ -23,6 +23,7 @@ from colossal_lite.memory.link import Link
 from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.weight_chunk import SavedView, WeightChunk, WeightState
 from colossal_lite.numerics.torch_modes import storage_of
+from colossal_lite.transforms.compiled_units import Place
 from colossal_lite.zero.forward_hooks import ForwardGates
 
 
@@ -103,11 +104,11 @@ class ShardedWeights(ForwardGates, ABC):
         self._resident.clear()  # for good
         super().remove()
 
-    def _gates(self, owner: nn.Module, needed: Sequence[WeightChunk]) -> Iterator[Any]:
+    def _gates(self, place: Place, needed: Sequence[WeightChunk]) -> Iterator[Any]:
         # A chunk that one rank alone keeps is never gathered. That is a weight cut by tensor parallelism with data=1,
         # beside norms that the tensor ranks share. Its update may be deferred all the same.
         if whole := [chunk for chunk in needed if not chunk.is_sharded and chunk.spec.id in self._place]:
-            yield owner.register_forward_pre_hook(partial(self._enter, whole))
+            yield from place.before(partial(self._enter, whole))
 
     # ---- saved views ----
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,6 +47,8 @@ def compiled(model: Any, how: str) -> Any:
             return torch.compile(model, backend="eager")
         case "the model in place":
             model.compile(backend="eager")
+        case "each block":
+            model.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in model.blocks)
         case "a block":
             model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
         case "a block in place":
@@ -129,3 +132,80 @@ def test_a_compiled_function_of_a_whole_step_leaves_the_engine_untraced_and_comp
     ((found, graphs),) = run_world(losses_by_step, 1, own_loop)
     assert found == pytest.approx(plain, abs=1e-12)
     assert 1 <= graphs <= 12  # the engine's own code has hundreds
+
+
+def losses_in_one_graph(env: RankEnv, how: str, stage: int, config: dict[str, Any]) -> list[float]:
+    """Losses where torch may not leave any code of a compiled module untraced, nor trace a hook that waits."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = Words()
+    options: Any = dict(backend="aot_eager", fullgraph=True)
+    for module in {"the model": [model], "the blocks": model.blocks}.get(how, []):
+        module.compile(**options)
+    for block in model.blocks if how == "their forwards" else ():
+        block.forward = torch.compile(block.forward, **options)
+    whole = torch.compile(model, **options) if how == "the model, wrapped" else model
+    with env.launch(CONFIG | dict(zero=dict(stage=stage)) | config) as context:
+        engine = cl.initialize(whole, context=context)
+        rows = slice(env.rank * 4 // env.world_size, (env.rank + 1) * 4 // env.world_size)
+        parts = [[x[rows] for x in batch(step)] for step in range(3)]
+        return [float(engine.train_step(tuple(part)).loss) for part in parts]
+
+
+@pytest.mark.parametrize(("stage", "config"), [(3, {}), (1, dict(memory=dict(placement="host")))])
+@pytest.mark.parametrize("how", ["the model", "the model, wrapped", "the blocks", "their forwards"])
+def test_a_compiled_module_stays_one_graph_where_its_weights_are_sharded_or_updated_late(
+    how: str, stage: int, config: dict[str, Any]
+) -> None:
+    plain = run_world(losses_in_one_graph, 1, "as it is", 0, {})[0]
+    for found in run_world(losses_in_one_graph, 2, how, stage, config):
+        assert found == pytest.approx(plain, abs=1e-12)
+
+
+def test_the_head_of_a_model_that_is_compiled_as_one_graph_is_left_as_it_is() -> None:
+    plain = run_world(losses_in_one_graph, 1, "as it is", 0, {})[0]
+    assert run_world(losses_in_one_graph, 1, "the model", 0, {})[0] == pytest.approx(plain, abs=1e-12)
+
+
+def called_alone(env: RankEnv) -> list[float]:
+    """Losses of a model with a compiled block that another module's code enters by its parts."""
+    torch.manual_seed(0)
+    model: Any = Words()
+    block = compiled(model, "a block in place").blocks[1]
+    block.entered = partial(Block.forward, block)
+
+    def forward(ids: Tensor) -> Tensor:
+        out: Tensor = model.head(block.entered(model.blocks[0](model.embedding(ids))))
+        return out
+
+    model.forward = forward
+    with env.launch(CONFIG | dict(zero=dict(stage=3 if env.world_size > 1 else 0))) as context:
+        engine = cl.initialize(model, context=context)
+        rows = slice(env.rank * 4 // env.world_size, (env.rank + 1) * 4 // env.world_size)
+        return [float(engine.train_step(tuple(x[rows] for x in batch(step))).loss) for step in range(2)]
+
+
+def test_a_compiled_block_may_also_be_entered_by_its_parts() -> None:
+    plain = run_world(called_alone, 1)[0]
+    for found in run_world(called_alone, 2):
+        assert found == pytest.approx(plain, abs=1e-12)
+
+
+def in_a_pipeline(env: RankEnv, how: str) -> str | list[float]:
+    """Losses of a model in two stages, some of it compiled; or what refuses it."""
+    torch.manual_seed(0)
+    with env.launch(CONFIG | dict(parallel=dict(pipeline=env.world_size))) as context:
+        model = compiled(Words(), how)
+        if how == "each block":
+            return told_of(lambda: cl.initialize(model, context=context))
+        engine = cl.initialize(model, context=context)
+        return [float(engine.train_step(batch(step)).loss) for step in range(2)]
+
+
+def test_a_pipeline_that_refuses_a_wrapped_block_names_the_way_in_which_it_takes_it() -> None:
+    plain = run_world(in_a_pipeline, 1, "as it is")[0]
+    for told in run_world(in_a_pipeline, 2, "each block"):
+        assert "blocks.0 is a OptimizedModule" in told
+        assert "its .compile(), which compiles it in place" in told
+    for found in run_world(in_a_pipeline, 2, "a block in place"):
+        assert found == pytest.approx(plain, abs=1e-12)

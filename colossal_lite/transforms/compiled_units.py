@@ -1,0 +1,94 @@
+"""Places hooks around modules that torch.compile has compiled, so that no hook is traced.
+
+Note: a hook of a weight is Python that waits, copies and exchanges.  Traced into a compiled module it takes minutes to
+compile, or fails.  So what torch.compile makes one piece of is one unit: its hook runs before the compiled code, and
+asks for all weights within.  The hooks of its modules are left out where they would be traced.  They run where other
+code calls such a module by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Hook = Callable[..., Any]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of it runs compiled code: `torch.compile(module)`, `module.compile()`, or a compiled forward."""
+    if module._compiled_call_impl is not None or "dynamo_ctx" in vars(module):
+        return True
+    forward = module.forward
+    return hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+
+
+def compiled_units(module: nn.Module) -> dict[nn.Module, bool]:
+    """Modules that are compiled, and modules within these. The value: whether it is the outermost."""
+    found = dict[nn.Module, bool]()
+    left = [module]
+    while left:
+        owner = left.pop()
+        if is_compiled(owner):
+            found |= {**dict.fromkeys(owner.modules(), False), owner: True}
+        else:
+            left += owner.children()
+    return found
+
+
+@dataclass
+class Place:
+    """Where the hooks of a module go. `is_unit`: it is one. `is_within`: in a unit, where they may be traced."""
+
+    owner: nn.Module
+    is_unit: bool = False
+    is_within: bool = False
+
+    def before(self, hook: Hook) -> Iterator[Any]:
+        """Call `hook(module, args)` before each forward. Yields what removes it."""
+        if self.is_unit and self.owner._compiled_call_impl is not None:
+            yield _AroundCall(self.owner, before=hook)
+        else:
+            yield self.owner.register_forward_pre_hook(_untraced(hook) if self.is_within else hook)
+
+    def behind(self, hook: Hook) -> Iterator[Any]:
+        """Call `hook()` behind each forward, also one that raises. Yields what removes it."""
+        if self.is_unit and self.owner._compiled_call_impl is not None:
+            yield _AroundCall(self.owner, behind=hook)
+        else:
+            call = _untraced(hook) if self.is_within else hook
+            yield self.owner.register_forward_hook(lambda *_: call(), always_call=True)
+
+
+class _AroundCall:
+    """Calls hooks around the compiled call of a module that has compiled itself."""
+
+    def __init__(self, owner: nn.Module, before: Hook | None = None, behind: Hook | None = None) -> None:
+        inner = owner._compiled_call_impl
+        assert inner is not None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if before is not None and self._is_on:
+                before(owner, args)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                if behind is not None and self._is_on:
+                    behind()
+
+        self._owner, self._inner, self._call, self._is_on = owner, inner, call, True
+        owner._compiled_call_impl = call
+
+    def remove(self) -> None:
+        """Leave the compiled call as it was."""
+        self._is_on = False
+        if self._owner._compiled_call_impl is self._call:
+            self._owner._compiled_call_impl = self._inner
+
+
+def _untraced(hook: Hook) -> Hook:
+    """`hook`, left out of code that torch.compile traces."""
+    return lambda *given: None if torch.compiler.is_compiling() else hook(*given)
