@@ -58,7 +58,7 @@ class Run:
     `schedule.json` (times of the third). The last step is always saved."""
 
     def __init__(
-        self, directory: str | Path, engine: Engine, *, save_every: int | None = None, log: Sequence[str] = (),
+        self, directory: str | Path, engine: Engine, *, save_every: int | None = None, log: str | Sequence[str] = (),
         facts: Mapping[str, Any] | None = None, bytes_per_token: float | None = None, flops_per_token: float = 0.0,
         fresh: bool = False,
     ) -> None:  # fmt: skip
@@ -320,7 +320,7 @@ class Run:
 
 def fit(
     engine: Engine, dataset: Any, *, directory: str | Path, steps: int, valid: Any = None,
-    save_every: int | None = None, evaluate_every: int | None = None, log: Sequence[str] = (), **loader: Any,
+    save_every: int | None = None, evaluate_every: int | None = None, log: str | Sequence[str] = (), **loader: Any,
 ) -> Run:  # fmt: skip
     """Train to `steps` steps in all, in a folder. The same call resumes there, and does nothing after the last step.
     Collective.

@@ -15,14 +15,13 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files in `folder/tensorboard`: `tensorboard --logdir runs`. A resumed run hides rows after the step that it
-    resumes from."""
+    """Event files in `folder/tensorboard`: `tensorboard --logdir runs`. Rows of an earlier start are hidden after the
+    step that the run resumes from. Without a checkpoint all are."""
 
     def __init__(self, folder: Path, facts: Mapping[str, Any], resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purged = resumed_step + 1 if resumed_step else None
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purged)
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
 
     def write(self, group: str, step: int, values: Mapping[str, Any]) -> None:
         for name, value in _numbers(values):
@@ -64,14 +63,17 @@ SINKS: Mapping[str, Callable[[Path, Mapping[str, Any], int], Sink]] = {
 
 
 def run_sinks(
-    names: Sequence[str], folder: Path | None, facts: Mapping[str, Any], resumed_step: int = 0
+    names: str | Sequence[str], folder: Path | None, facts: Mapping[str, Any], resumed_step: int = 0
 ) -> tuple[Sink, ...]:
     """Makes the named sinks of a run that resumes after `resumed_step`; none if `folder` is None. `facts` describe the
     run.
 
-    Raises ValueError for an unknown name, and for one whose package is not installed.
+    Raises ValueError for other types, for an unknown name, and for one whose package is not installed.
     """
-    if unknown := [name for name in names if name not in SINKS]:
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, Sequence):
+        raise ValueError(f"log: {names!r}; legal: a list of names, of {', '.join(SINKS)}")
+    if unknown := [name if isinstance(name, str) else repr(name) for name in names if name not in [*SINKS]]:
         raise ValueError(f"log: {', '.join(unknown)}; legal: {', '.join(SINKS)}")
     if folder is None:
         return ()

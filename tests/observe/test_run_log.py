@@ -334,6 +334,17 @@ def test_tensorboard_and_offline_wandb_by_name(tmp_path: Path, monkeypatch: pyte
     assert row == ({"train/loss": 0.5, "train/skipped": 0.0}, 3)
 
 
+@pytest.mark.parametrize("resumed", [0, 4])
+def test_tensorboard_hides_what_an_earlier_start_wrote_after_the_step_it_resumes_from(
+    resumed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden: list[int] = []
+    board = SimpleNamespace(SummaryWriter=lambda folder, purge_step: hidden.append(purge_step))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    run_sinks("tensorboard", tmp_path, {}, resumed_step=resumed)
+    assert hidden == [resumed + 1]
+
+
 LOGGED_TWICE = """
 import sys, torch
 from pathlib import Path
@@ -378,6 +389,10 @@ def test_sinks_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="log: mlflow; legal: tensorboard, wandb"):
         run_sinks(("mlflow",), tmp_path, {})
     assert run_sinks(("wandb",), None, {}) == ()
+    assert run_sinks("wandb", None, {}) == ()  # one name
+    for given, found in ((None, "None; legal: a list of names"), ([3], "3; legal: tensorboard, wandb")):
+        with pytest.raises(ValueError, match=f"log: {found}"):
+            run_sinks(given, None, {})  # type: ignore[arg-type]
 
 
 def test_each_rank_has_a_log_of_its_own(tmp_path: Path) -> None:
