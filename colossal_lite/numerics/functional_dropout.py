@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from colossal_lite.kernels import TORCH, dropped
+from colossal_lite.numerics.torch_modes import seen_within
 
 OURS = ("torch.nn", "colossal_lite")
 """Packages whose modules draw no functional dropout, but for those of DRAWING."""
@@ -148,18 +149,6 @@ def _attention(
     return mode.drop(torch._safe_softmax(scores, -1), dropout_p) @ value
 
 
-def _within(function: Any) -> Callable[..., Any]:
-    """A copy of a torch function that does not check for modes at its start. So the mode sees the calls inside it."""
-    looks = {name: lambda *tensors: False for name in ("has_torch_function", "has_torch_function_unary")}
-    inner = FunctionType(function.__code__, function.__globals__ | looks, argdefs=function.__defaults__)
-
-    def run(mode: FunctionalDropout, *args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return inner(*args, **kwargs)
-
-    return run
-
-
 _COUNTED: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: _plain_dropout,
@@ -169,8 +158,8 @@ _COUNTED: dict[Any, Callable[..., Any]] = {
     F.alpha_dropout: _alpha(F.alpha_dropout, of_channels=False),
     F.feature_alpha_dropout: _alpha(F.feature_alpha_dropout, of_channels=True),
     F.scaled_dot_product_attention: _attention,
-    F.multi_head_attention_forward: _within(F.multi_head_attention_forward),
+    F.multi_head_attention_forward: seen_within(F.multi_head_attention_forward),
     # Random numbers that a checkpoint of the model's own draws again in backward are refused.
-    Tensor.backward: _within(Tensor.backward),
-    torch.autograd.backward: _within(torch.autograd.backward),
+    Tensor.backward: seen_within(Tensor.backward),
+    torch.autograd.backward: seen_within(torch.autograd.backward),
 }

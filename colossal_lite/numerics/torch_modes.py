@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _len_torch_dispatch_stack
 from torch.utils._pytree import tree_leaves
 
@@ -43,6 +45,19 @@ class WatchingMode(DispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+def seen_within(function: Any) -> Callable[..., Any]:
+    """`run(mode, ...)` of a torch function: a copy that does not check for modes at its start, run within `mode`. So
+    the mode sees the calls inside it."""
+    looks = {name: lambda *tensors: False for name in ("has_torch_function", "has_torch_function_unary")}
+    inner = FunctionType(function.__code__, function.__globals__ | looks, argdefs=function.__defaults__)
+
+    def run(mode: TorchFunctionMode, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return inner(*args, **kwargs)
+
+    return run
 
 
 @contextmanager

@@ -7,10 +7,12 @@ packing is linear in the blocks.  Cost: some milliseconds a block.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -28,6 +30,7 @@ from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.models.gpt import Block
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, on_meta
+from colossal_lite.numerics.torch_modes import seen_within
 from colossal_lite.observe.memory_meter import LiveBytes
 from colossal_lite.observe.shape_cache import ShapeCache
 from colossal_lite.parallel.fused_head import UnmadeLogits
@@ -103,6 +106,8 @@ class Whole:
     """Numbers about its part of a batch that each data rank sends to the others."""
     has_statistics: bool = False
     """Of all data ranks, which then send a number for the shape of their samples too."""
+    recurrent: tuple[str, ...] = ()
+    """Classes of recurrent layers: their kernels keep memory of their own for backward, which no dry run sees."""
 
     def packed(
         self, config: Config, layout: MeshLayout, homes: Mapping[str, tuple[int, ...]] | None = None
@@ -168,6 +173,7 @@ class DryRun:
             tuple(blocks_of(module)),
             done.reported_loss,
             any(map(is_synced, module.modules())),
+            tuple(sorted({type(m).__name__ for m in module.modules() if isinstance(m, nn.RNNBase)})),
         )
 
     def batch(self, done: Parallelized, streams: DropoutStreams, samples: int) -> Batch:
@@ -463,6 +469,7 @@ class ValuesError(ValueError):
     """The forward of a model reads values of tensors, or other inputs than ids: a run without tensors has neither."""
 
 
+_heads = seen_within(F.multi_head_attention_forward)
 _READS = (Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__)
 
 
@@ -472,14 +479,30 @@ class _FlashAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and args[0].is_meta:
+            if _asks_for_packing():
+                return True
             raise ValuesError(
                 f"plan: the model's forward reads a value ({func.__name__} of {tuple(args[0].shape)}), which a run "
-                f"without tensors does not have. Legal: a forward whose course depends on shapes alone (one of Hugging "
-                f"Face's does with config.use_cache=True)"
+                f"without tensors does not have. Legal: a forward whose course depends on shapes alone"
             )
         if func is F.scaled_dot_product_attention:
             return _flash(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            return _heads(self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _asks_for_packing() -> bool:
+    """Whether transformers asks if each row is one sequence. Without its cache of keys it reads positions for that. A
+    planned batch is ids alone, so all rows are."""
+    frame: FrameType | None = sys._getframe(1)
+    while (
+        frame is not None and frame.f_code.co_name == "__torch_function__"
+    ):  # another mode may be in between
+        frame = frame.f_back
+    assert frame is not None
+    place = frame.f_globals.get("__name__"), frame.f_code.co_name
+    return place == ("transformers.masking_utils", "find_packed_sequence_indices")
 
 
 def _with_flash(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -145,7 +145,7 @@ def memory_rows(
         *_gradient_rows(config, chunks),
         *_state_rows(config, chunks, optimizer),
         _frozen_row(config, whole, frozen),
-        *_activation_rows(config, cost, update_bytes_of(config.memory, chunks, optimizer)),
+        *_activation_rows(config, whole, cost, update_bytes_of(config.memory, chunks, optimizer)),
         *([] if messages is None else [messages]),
     )
     placed, updates = None, optimizer.plan
@@ -260,7 +260,7 @@ def _frozen_row(config: Config, whole: Whole, frozen: Sequence[WeightChunk]) -> 
     return MemoryTerm("frozen", held, f"{compute}, parameters that do not train")
 
 
-def _activation_rows(config: Config, cost: Cost, update_bytes: int) -> tuple[MemoryTerm, ...]:
+def _activation_rows(config: Config, whole: Whole, cost: Cost, update_bytes: int) -> tuple[MemoryTerm, ...]:
     """Activations at the end of forward, and the temporaries on top of them at the peak."""
     peak = max(cost.until, cost.after, update_bytes)
     deferred = config.memory.moves and defers_updates(config)
@@ -268,6 +268,8 @@ def _activation_rows(config: Config, cost: Cost, update_bytes: int) -> tuple[Mem
         peak = max(cost.until, cost.after) + update_bytes
     kept = min(cost.kept, peak)
     origin = f"kept for backward, checkpointing {config.activation_checkpoint}"
+    if whole.recurrent:
+        origin += f"; without what kernels of {', '.join(whole.recurrent)} keep, often more than this"
     return (
         MemoryTerm("activations", kept - cost.logits, origin),
         MemoryTerm("logits", cost.logits, _name(Precision.of(config.precision).compute)),

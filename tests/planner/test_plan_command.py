@@ -184,6 +184,27 @@ def test_what_cannot_be_planned_is_refused(changes: dict[str, Any], says: str) -
         plan(asked.pop("config"), DEEP, **asked)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.cells, self.head = (
+            nn.Embedding(8, 4),
+            nn.LSTM(4, 4, batch_first=True),
+            nn.Linear(4, 8),
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.cells(self.embedding(ids))[0])
+        return found
+
+
+def test_a_plan_of_a_recurrent_model_says_that_it_leaves_out_what_its_kernels_keep() -> None:
+    """On a CPU that of nn.LSTM keeps 2.6 times what a loop over its cells keeps."""
+    told = "without what kernels of LSTM keep"
+    assert told in str(plan(dict(precision="fp32"), Recurrent, batch=6, sequence=5, world_size=3))
+    assert told not in str(plan(dict(precision="fp32"), not_gpt, batch=6, sequence=5, world_size=3))
+
+
 def test_any_builder_is_planned_as_it_is() -> None:
     made = plan(dict(precision="fp32"), not_gpt, batch=6, sequence=5, world_size=3)
     assert made.parameters == 8 * 4 + 4 * 8 + 8

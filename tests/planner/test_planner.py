@@ -26,6 +26,7 @@ from colossal_lite.models import GPTConfig
 from colossal_lite.observe.memory_meter import LiveBytes
 from colossal_lite.planner.planner import plan
 from colossal_lite.planner.run_plan import LIBRARIES_BYTES, NARROW_BYTES, RunPlan
+from tests.shared.hugging_face import gpt2, llama
 from tests.shared.parity import FAMILIES, Case
 from tests.shared.pool import RankEnv, run_world
 
@@ -377,6 +378,62 @@ def metered_module(env: RankEnv) -> list[int | None]:
 
 def test_what_a_module_that_cannot_be_built_again_holds_is_measured_alone() -> None:
     assert run_world(metered_module, 1) == [[None, None]]
+
+
+class Encoder(torch.nn.Module):
+    """Blocks of torch's own: their attention goes through `F.multi_head_attention_forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(37, 32), torch.nn.Linear(32, 37)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(3)
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(ids.shape[1], ids.device, x.dtype)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask)
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+RECOMPUTED: dict[str, Callable[[], torch.nn.Module]] = {"torch": Encoder, "gpt2": gpt2, "llama": llama}
+
+
+def recomputed_run(
+    env: RankEnv, name: str, mode: str, folder: Path
+) -> tuple[list[float], tuple[int, int | None]]:
+    draw = torch.Generator().manual_seed(0)
+    rows = [(ids[:-1], ids[1:]) for ids in torch.randint(37, (32, 17), generator=draw)]
+    with env.launch(dict(precision="fp32", activation_checkpoint=mode)) as context:
+        engine = cl.initialize(RECOMPUTED[name], context=context)
+        cl.fit(engine, rows, global_batch=8, steps=4, directory=folder)
+        losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        (kept,) = (
+            (r.peak_bytes, r.forecast_bytes) for r in engine.memory_report() if r.kind == "activations"
+        )
+        return losses, kept
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_models_of_libraries_whose_blocks_run_again_train_as_without_and_hold_what_is_planned(
+    name: str, mode: str, tmp_path: Path
+) -> None:
+    ((losses, (peak, forecast)),) = run_world(recomputed_run, 1, name, mode, tmp_path / "again")
+    ((plain, _),) = run_world(recomputed_run, 1, name, "none", tmp_path / "once")
+    assert losses == plain
+    made = plan(
+        dict(precision="fp32", activation_checkpoint=mode),
+        RECOMPUTED[name],
+        batch=8,
+        sequence=16,
+        world_size=1,
+    )
+    assert forecast == made.bytes_of("activations") + made.bytes_of("logits")
+    assert peak == pytest.approx(forecast, abs=4096)
 
 
 class Pooled(torch.nn.Module):
