@@ -15,18 +15,26 @@ JOURNAL = "journal.jsonl"
 
 
 class Journal:
-    """Rows of JSON, each on disk before the next. A last row that a kill cut short goes."""
+    """Rows of JSON, each on disk before the next. A last row that a kill or a full disk cut short goes."""
 
     def __init__(self, directory: Path) -> None:
-        path = directory / JOURNAL
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path = directory / JOURNAL
+        self._file = path.open("ab", buffering=0)
         whole = path.read_bytes().rpartition(b"\n")
         self._file.truncate(len(whole[0] + whole[1]))
 
     def write(self, **row: Any) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Raises ValueError where a row cannot be written."""
+        left = (json.dumps(row) + "\n").encode()
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise ValueError(
+                f"directory: {self._path} cannot be written: {error.strerror}. Checkpoints and decisions before are "
+                f"there; legal: a folder with room, and resume=True"
+            ) from error
 
     def close(self) -> None:
         self._file.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from colossal_lite.many.jobs import Job
 from colossal_lite.many.timetable import Action, Simulation, Span, summary
 from colossal_lite.many.timetable_drawing import svg, trace
+from colossal_lite.observe.printed_lines import tell
 from colossal_lite.observe.report import REPORT, STYLE, RunFiles
 from colossal_lite.observe.svg import PALETTE, Scale, curve, drawing, legend, x_axis, y_axis
 from colossal_lite.observe.tables import table
@@ -117,8 +119,9 @@ def write_result(
     spans: Sequence[Span],
     jobs: Sequence[Job],
     devices: int,
-) -> None:
-    """Write result.json, the timeline twice, and report.html."""
+) -> str:
+    """Write result.json, the timeline twice, and report.html. Returns why there is no result.json, or "". A page that
+    cannot be written is named in a printed line, and left out."""
     timeline = summary(spans, jobs, devices)
     words = f"{timeline.makespan_s:.1f} s, {timeline.over_bound:.2f} of the bound, {timeline.moves} moves"
     drawn = svg(timeline.spans, devices, words)
@@ -127,10 +130,19 @@ def write_result(
         "jobs": [[job.task, job.left, job.step_s, job.devices] for job in jobs],
         "spans": [[span.device, list(span.action), span.start_s, span.end_s] for span in spans],
     }  # fmt: skip
-    write_whole(directory / RESULT, json.dumps(facts))
-    write_whole(directory / TIMELINE, drawn)
-    write_whole(directory / TRACE, trace(timeline.spans, devices))
-    write_whole(directory / REPORT, _page(read_result(directory), drawn))
+    pages: dict[str, Callable[[], str]] = {
+        RESULT: partial(json.dumps, facts), TIMELINE: lambda: drawn,
+        TRACE: partial(trace, timeline.spans, devices), REPORT: lambda: _page(read_result(directory), drawn),
+    }  # fmt: skip
+    for name, page in pages.items():
+        try:
+            write_whole(directory / name, page())
+        except OSError as error:
+            fault = f"{directory / name} cannot be written: {error.strerror}"
+            if name == RESULT:
+                return fault
+            tell(fault)
+    return ""
 
 
 def read_result(directory: Path) -> ManyResult:
@@ -209,5 +221,9 @@ def number(value: float | None) -> str:
 def write_whole(path: Path, text: str) -> None:
     """Write a file that is there as a whole, or not at all."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise

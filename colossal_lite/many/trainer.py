@@ -192,9 +192,10 @@ class Leader:
         finally:
             coordinator.close()
         rows, spans = coordinator.rows(), coordinator.spans
-        write_result(self._directory, rows, spans, coordinator.jobs(), len(self._devices))
+        jobs, count = coordinator.jobs(), len(self._devices)
+        unwritten = write_result(self._directory, rows, spans, jobs, count)
         is_open = any(row["status"] == "open" for row in rows)
-        over = [self._context.stop_signal if is_open else "", coordinator.fault]
+        over = [self._context.stop_signal if is_open else "", coordinator.fault, unwritten]
         self._context.store.set("over", json.dumps(over))
         self.fault_from = coordinator.fault_from
 
@@ -227,8 +228,8 @@ class Leader:
 
 def _ended(context: Context, directory: Path, fault_from: BaseException | None) -> ManyResult:
     """The result, on every rank. Raises Stopped if a signal has ended the run early, and OnReportError if `on_report`
-    has. `fault_from`: what it raised, on its rank."""
-    signal, fault = json.loads(context.store.get("over"))
+    has. `fault_from`: what it raised, on its rank. Raises ValueError if the result could not be written."""
+    signal, fault, unwritten = json.loads(context.store.get("over"))
     if fault:
         text = f"{fault}. Every open task is saved in {directory}; resume=True goes on"
         raise OnReportError(text) from fault_from
@@ -237,4 +238,8 @@ def _ended(context: Context, directory: Path, fault_from: BaseException | None) 
         if context.is_main:
             tell(text)
         raise Stopped(text, code=STOPPED, step=0)
+    if unwritten:
+        raise ValueError(
+            f"directory: {unwritten}. Every task is saved; legal: a folder with room, and resume=True"
+        )
     return read_result(directory)

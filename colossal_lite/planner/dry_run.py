@@ -305,7 +305,8 @@ class DryRun:
                 continue
             run = partial(self._stage, stages, stage, carried, part, done, streams)
             self.mesh.ledger.clear()
-            cost, carried = run(queue)
+            with _on_ids(module, part):
+                cost, carried = run(queue)
             rows = self.mesh.ledger.rows()
             cost = replace(
                 cost,

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,16 +29,25 @@ from colossal_lite.distributed.ledger import LedgerRow
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec
-from colossal_lite.models import GPTConfig
+from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.random import on_meta
 from colossal_lite.parallel.parallelize import facts_of
 from colossal_lite.pipeline.stages import one_stage
 from colossal_lite.pipeline.step_plan import step_plan
 from colossal_lite.pipeline.step_plans import shape_of
-from colossal_lite.planner.dry_run import META, Builder, Cost, DryRun, Whole, gathers_of, measured
+from colossal_lite.planner.dry_run import (
+    META,
+    Builder,
+    Cost,
+    DryRun,
+    ValuesError,
+    Whole,
+    gathers_of,
+    measured,
+)
 from colossal_lite.planner.limits import check_sizes
 from colossal_lite.planner.pipeline_estimate import staged_plan
-from colossal_lite.planner.run_plan import RunPlan, libraries_bytes
+from colossal_lite.planner.run_plan import SEQUENCES_CUT, SEQUENCES_WHOLE, RunPlan, libraries_bytes
 from colossal_lite.planner.step_estimate import (
     batch_terms,
     exchange_rows,
@@ -87,8 +97,28 @@ def plan(
     no other rank is needed.  Raises ConfigError if the config does not fit this world or this model.
     """
     config, facts = _check_request(Config.load(config), model, batch, sequence, world_size, rank)
-    mesh = Mesh.recording(config.layout(), rank, one_host=one_host and config.backend == "auto")
-    dry = DryRun(config, mesh, sequence, layers, trains)
+    mesh = partial(Mesh.recording, config.layout(), rank, one_host=one_host and config.backend == "auto")
+    dry = DryRun(config, mesh(), sequence, layers, trains)
+    made = partial(_planned, model=model, facts=facts, batch=batch, device_bytes=device_bytes)
+    tensor = config.parallel.tensor
+    if tensor.size == 1 or tensor.mode != "1d" or tensor.sequence_parallel != "auto":
+        return made(dry)
+    if isinstance(model, GPTConfig) or type(on_meta(model)) is GPT:  # that is proven by tests
+        return made(dry)
+    try:
+        return replace(made(dry), assumed=SEQUENCES_CUT)
+    except ValuesError:  # the proof of a run has the same end
+        whole = tensor.model_copy(update={"sequence_parallel": False})
+        dry = replace(dry, config=config.derived("parallel", tensor=whole), mesh=mesh())
+        return replace(made(dry), assumed=SEQUENCES_WHOLE)
+
+
+def _planned(
+    dry: DryRun, model: GPTConfig | Builder, facts: ModelFacts | None, batch: int, device_bytes: int | None
+) -> RunPlan:
+    """The plan of this form of the model."""
+    config, mesh, sequence = dry.config, dry.mesh, dry.sequence
+    rank, world_size, trains = mesh.rank, mesh.world_size, dry.trains
     if config.parallel.pipeline.is_staged:
         return staged_plan(dry, model, facts, batch, device_bytes)
     pieces = samples_of(config, batch, mesh)

@@ -32,6 +32,9 @@ STATE = (
 )  # fmt: skip
 
 
+SEQUENCES_CUT = "parallel.tensor.sequence_parallel: taken as on; a run proves it, or warns and has it off"
+SEQUENCES_WHOLE = "parallel.tensor.sequence_parallel: off, as this model does not run on parts of sequences"
+
 MOST_NAMED = 3
 """Kinds of memory that the first lines of a plan name."""
 
@@ -83,6 +86,8 @@ class RunPlan:
     """Where updates run, with their lanes where rates are known; empty where all state rests on the device."""
     step_list: str = ""
     """The step's list of actions in brief, with the passes that made it."""
+    assumed: str = ""
+    """What a run proves first, in one line; "" if it proves nothing."""
     libraries_bytes: int = LIBRARIES_BYTES
     """Bytes that a process on a CPU loads after torch's import."""
 
@@ -158,7 +163,7 @@ class RunPlan:
 
     @property
     def head(self) -> tuple[str, ...]:
-        """The answer in three lines: whether it fits, the largest kinds of memory, and a step's traffic and bubble."""
+        """The answer: whether it fits, the largest kinds of memory, traffic and bubble of a step, and assumptions."""
         rows = sorted(
             (row for row in self.memory if row.tier == "device" and row.bytes), key=lambda row: -row.bytes
         )
@@ -169,6 +174,7 @@ class RunPlan:
             f"{self.verdict}: peak {size(self.peak_bytes)} on rank {self.rank} of {self.world_size}",
             f"  filled by {', '.join(filled)}",
             f"  {self.moved}",
+            *([f"  {self.assumed}"] if self.assumed else []),
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,24 @@ def test_a_journal_that_a_kill_cut_short_goes_on_with_whole_rows(tmp_path: Path)
 def test_a_damaged_journal_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / JOURNAL).write_text('{"decision": "run"}\n{"dec\n')
     assert "journal.jsonl: line 2 is damaged" in stop_fault(tmp_path, [task("a")], None)
+
+
+def test_a_decision_that_a_full_disk_does_not_take_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    journal = Journal(tmp_path)
+    journal.write(decision="run", number=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(
+            ValueError, match="journal.jsonl cannot be written: No space left on device.*legal: "
+        ):
+            journal.write(decision="run", number=1)
+    journal.close()
+    assert journal_rows(tmp_path)[0]["number"] == 0
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"a"'])

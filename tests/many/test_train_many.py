@@ -766,3 +766,25 @@ def test_a_result_gives_the_names_of_its_tasks_one_after_another() -> None:
     ended = {n: TaskResult(n, "done", "", 1, [1.0], None, Path(n)) for n in ("b", "a")}
     result = ManyResult(ended, timeline=None, directory=Path())  # type: ignore[arg-type]
     assert list(result) == ["b", "a"] and "a" in result and "c" not in result
+
+
+def test_a_result_that_cannot_be_written_is_refused_on_all_ranks_and_is_there_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    tasks = [task("a", steps=4), task("b", steps=4)]
+    for name in ("result.json", "report.html"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(WorldError) as caught:
+        run_world(together, 2, tasks, tmp_path, {}, timeout_s=240, grace_s=30.0)
+    for failure in caught.value.failures:
+        assert failure.kind == "raised"
+        assert failure.summary == (
+            f"ValueError: directory: {tmp_path}/result.json cannot be written: Is a directory. Every task is saved; "
+            f"legal: a folder with room, and resume=True"
+        )
+    (tmp_path / "result.json").rmdir()
+    found = run_world(together, 2, tasks, tmp_path, dict(resume=True), timeout_s=240)[0]
+    assert {name: (row["status"], len(row["losses"])) for name, row in found.items()} == {
+        "a": ("done", 4), "b": ("done", 4)
+    }  # fmt: skip
+    assert not list(tmp_path.glob(".*.part"))

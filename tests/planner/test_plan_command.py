@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import colossal_lite as cl
 from colossal_lite.config.errors import ConfigError
 from colossal_lite.launcher import command as cli
 from colossal_lite.models import GPT, GPTConfig
@@ -26,6 +28,7 @@ from colossal_lite.planner.model_source import parse_model
 from colossal_lite.planner.planner import plan
 from colossal_lite.planner.run_plan import RunPlan
 from colossal_lite.schedule.schedule_drawing import draw
+from tests.shared.pool import RankEnv, run_world
 
 ROOT = Path(__file__).parents[2]
 DEEP = GPTConfig(vocabulary=96, layers=7, heads=4, width=32, sequence=24, dropout=0.1)
@@ -203,6 +206,56 @@ def test_a_plan_of_a_recurrent_model_says_that_it_leaves_out_what_its_kernels_ke
     told = "without what kernels of LSTM keep"
     assert told in str(plan(dict(precision="fp32"), Recurrent, batch=6, sequence=5, world_size=3))
     assert told not in str(plan(dict(precision="fp32"), not_gpt, batch=6, sequence=5, world_size=3))
+
+
+class Masked(nn.Module):
+    """Makes a mask of its own for whole sequences, so that no rank can run it on a part of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 16), nn.Linear(16, 8)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], ids.device, x.dtype)
+        for layer in self.layers:
+            x = layer(x, src_mask=mask)
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+def trained(env: RankEnv, config: dict[str, Any]) -> tuple[Any, int]:
+    """Traffic of a step, and bytes of weights."""
+    with env.launch(config) as context, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that sequences are whole
+        engine = cl.initialize(Masked, context=context)
+        ids = torch.arange(32).view(4, 8) % 8
+        for _ in range(2):
+            engine.train_step((ids, (ids + 1) % 8))
+        (weights,) = (row.now_bytes for row in engine.memory_report() if row.kind == "weights")
+        return engine.ledger.rows(), weights
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_model_that_needs_whole_sequences_is_planned_as_a_run_has_it(pipeline: int) -> None:
+    config: dict[str, Any] = dict(precision="fp32", parallel=dict(tensor=dict(size=2)))
+    config["parallel"]["pipeline"] = dict(size=pipeline, micro_batches=2 if pipeline > 1 else None)
+    for rank, (traffic, weights) in enumerate(run_world(trained, 2 * pipeline, config)):
+        made = plan(config, Masked, batch=4, sequence=8, world_size=2 * pipeline, rank=rank, one_host=True)
+        assert (made.traffic, made.bytes_of("weights")) == (traffic, weights)
+        assert "sequence_parallel: off" in "\n".join(made.head)
+
+
+def test_a_plan_says_what_a_run_proves_first() -> None:
+    config = dict(precision="fp32", parallel=dict(tensor=dict(size=2)))
+    given = dict(precision="fp32", parallel=dict(tensor=dict(size=2, sequence_parallel=False)))
+    asked = dict(batch=4, sequence=8, world_size=2)
+    assert "taken as on; a run proves it" in plan(config, Recurrent, **asked).head[-1]
+    for known in (plan(given, Recurrent, **asked), plan(config, DEEP, **asked)):
+        assert "a run proves it" not in str(known)
 
 
 def test_any_builder_is_planned_as_it_is() -> None:
