@@ -29,6 +29,7 @@ from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.checkpoint.rendezvous import Heartbeat, SaveRendezvous, shared
 from colossal_lite.checkpoint.run_state import HeldTensor, RunFacts
 from colossal_lite.memory.transfers import to_host
+from colossal_lite.observe.tables import size
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
 ATTEMPTS = 2
@@ -115,7 +116,7 @@ class SaveJob:
                     _remove(path)
             free = shutil.disk_usage(self.directory).free
             if free < self.needed_bytes:
-                need = f"{self.needed_bytes / 1e9:.3f} GB needed, {free / 1e9:.3f} GB free"
+                need = f"{size(self.needed_bytes)} needed, {size(free)} free; legal: a folder with room"
                 return {"name": name, "faults": [f"{self.directory}: {need}"]}
             (self.directory / name).mkdir()
         except OSError as error:

@@ -133,7 +133,9 @@ def _pieces(config: Config, batch: int, mesh: Mesh) -> tuple[int, tuple[int, ...
         count = config.parallel.pipeline.parts_of(sizes, config.gradient_accumulation, unit)
     except ValueError as error:
         given = config.parallel.pipeline.micro_batches
-        raise ConfigError([Problem("parallel.pipeline.micro_batches", given, str(error), "fewer")]) from error
+        rule, _, legal = str(error).removeprefix(f"micro_batches={given}: ").partition("; legal: ")
+        problem = Problem("parallel.pipeline.micro_batches", given, rule, legal or "fewer")
+        raise ConfigError([problem]) from error
     bounds = [cut(size, count, i) for size in samples_of(config, batch, mesh) for i in range(count)]
     return count, tuple(stop - start for start, stop in bounds)
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -333,6 +334,10 @@ def planted(env: RankEnv, fault: str, folder: str) -> Iterator[str]:
             yield folder
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    elif fault == "no room":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+            yield folder
     elif fault == "read-only":
         yield "/sys/kernel/checkpoints"
     elif fault == "no directory":
@@ -347,6 +352,7 @@ def planted(env: RankEnv, fault: str, folder: str) -> Iterator[str]:
 
 FAULTS = {
     "full": ".safetensors: File too large",
+    "no room": " KiB needed, 1,000 B free; legal: a folder with room",
     "read-only": "/sys/kernel/checkpoints",
     "no directory": "a file",
     "not shared": "all ranks must share one directory",

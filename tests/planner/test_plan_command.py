@@ -249,6 +249,16 @@ def test_a_model_that_needs_whole_sequences_is_planned_as_a_run_has_it(pipeline:
         assert "sequence_parallel: off" in "\n".join(made.head)
 
 
+def test_more_micro_batches_than_samples_are_refused_once_and_the_legal_number_is_planned() -> None:
+    asked = partial(plan, model=DEEP, batch=6, sequence=8, world_size=4)
+    with pytest.raises(ConfigError) as caught:
+        asked(dict(parallel=dict(pipeline=dict(size=2, micro_batches=4))))
+    text = str(caught.value)
+    assert "micro_batches = 4: the batch has 3 samples on this data rank; legal: at most 3" in text
+    assert text.count("legal: ") == 1
+    assert asked(dict(parallel=dict(pipeline=dict(size=2, micro_batches=3)))).micro_batches == (1, 1, 1)
+
+
 def test_a_plan_says_what_a_run_proves_first() -> None:
     config = dict(precision="fp32", parallel=dict(tensor=dict(size=2)))
     given = dict(precision="fp32", parallel=dict(tensor=dict(size=2, sequence_parallel=False)))
