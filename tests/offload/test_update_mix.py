@@ -201,6 +201,19 @@ def test_a_plan_counts_the_bytes_and_seconds_of_the_records_that_rest_on_the_hos
     assert up_s <= updates_s <= 1.01 * (up_s + down_s) + made.local_parameters / 130e9
 
 
+def test_it_counts_weights_that_come_down_for_their_update_on_the_host_where_they_are_their_masters() -> None:
+    """Gradients, as many bytes, have come in backward."""
+    model = GPTConfig(vocabulary=64, layers=2, heads=2, width=16, sequence=8)
+    memory = dict(
+        placement="static", host_fraction=dict(optimizer=1.0), update_on="host", rates=RATES | dict(flops=1e9)
+    )
+    made = plan(dict(precision="fp32", memory=memory), model, batch=2, sequence=8, world_size=1)
+    found = re.search(r"up ([\d.e-]+) s, down ([\d.e-]+) s", made.updates)
+    (held,) = (row.bytes for row in made.memory if row.kind == "weights")
+    assert found is not None and made.link_bytes == 3 * held
+    assert [*map(float, found.groups())] == pytest.approx([held / 50e9, held / 50e9], rel=0.005)
+
+
 @pytest.mark.parametrize("update_on", ["device", "host", {"every": 2}, "auto"])
 def test_a_plan_whose_budget_holds_all_state_moves_nothing(update_on: Any) -> None:
     model = GPTConfig(vocabulary=64, layers=2, heads=2, width=16, sequence=8)
