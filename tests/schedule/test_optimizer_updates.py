@@ -210,6 +210,24 @@ def test_earlier_sums_come_back_behind_the_last_backward_of_their_unit_and_stay_
     assert "#3" not in str(alone), "one micro-batch has no earlier sums"
 
 
+def test_sums_come_back_while_those_of_other_units_still_leave() -> None:
+    """The end of a backward waits for these, and what comes back is before it."""
+    run, held = run_of(
+        [[0], [1]],
+        1,
+        ahead=0,
+        micro_batches=2,
+        returning=[0],
+        streamed={1: Streaming((ChunkPart.GRADIENT,), ())},
+    )
+    check(run, memory=held)
+    seconds = {"1EVICT1#3": 5.0, "0FETCH1#2": 1.0}
+    made = simulate(run, lambda action: seconds.get(str(action), 0.0), memory=held)
+    spans = {str(span.action): (span.start_s, span.end_s) for span in made.spans}
+    assert (spans["1EVICT1#3"], spans["0FETCH1#2"]) == ((0.0, 5.0), (0.0, 1.0))
+    assert spans["0UPDATE0#0"][0] == 5.0, "the step is over when all have left"
+
+
 @pytest.mark.parametrize(
     "left_out, fault",
     [("1EVICT#3", "chunk 3 is already on the device"), ("1FETCH1#3", "chunk 3 is not on the device")],
