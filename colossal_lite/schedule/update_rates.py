@@ -13,8 +13,8 @@ The longest lane is a bound.  A few shares are simulated, that of the least boun
 then goes from the best of these to its neighbours, while one is faster.  Where there are few chunks it goes on from
 these with changes of single chunks and exchanges of two.  At most `SIMULATED` chunks of equal size are simulated.
 
-Where some state rests on the device and some does not, the lanes and seconds of a mix are those of each chunk's own
-bytes.  `few_of` has about `DESCRIBED` chunks stand for all of them.
+Some state may rest on the device.  Then the lanes and seconds of a mix are those of each chunk's own bytes.  About
+`DESCRIBED` chunks stand for all of them (`few_of`).
 
 Without `Computing` the phase is simulated alone, from the norm to the last write.  With it whole steps are: updates run
 beside the next forward, and gradients are copied down in backward.  The period of a step is minimised.

@@ -1,7 +1,7 @@
 """Places hooks around modules that torch.compile has compiled, so that no hook is traced.
 
 Note: a hook of a weight is Python that waits, copies and exchanges.  Traced into a compiled module it takes minutes to
-compile, or fails.  So what torch.compile makes one piece of is one unit: its hook runs before the compiled code, and
+compile, or fails.  So what torch.compile makes one piece of is one unit.  Its hook runs before the compiled code, and
 asks for all weights within.  The hooks of its modules are left out where they would be traced.  They run where other
 code calls such a module by itself.
 """
