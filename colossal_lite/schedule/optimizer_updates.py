@@ -384,13 +384,13 @@ def _steps(
 
     for step, passes in enumerate(steps):
         for one in passes:
-            units = range(len(one.moving))
+            units, last_fetch = range(len(one.moving)), one.last_fetch
             for unit in units:
                 while deferred and not waits(deferred[0], unit + gathers_ahead):
                     actions.append(deferred.popleft())
                 actions += [*one.gathers_at(unit), one.computes(ActionKind.F, unit, step)]
             for moment, unit in enumerate(reversed(units), len(units)):
-                actions += [*one.gathers_at(moment), *(one.early if moment == one.last_fetch else ())]
+                actions += [*one.gathers_at(moment), *(one.early if moment == last_fetch else ())]
                 actions += [one.computes(ActionKind.B, unit, step), *one.moves_sums(unit)]
             actions += one.gathers_at(2 * len(units))
         deferred.extend(replace(a, micro_batch=step) if a.kind is ActionKind.UPDATE else a for a in late)

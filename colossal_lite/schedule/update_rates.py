@@ -9,12 +9,10 @@ element.  A host update reads and writes a bytes of host memory an element.
 
 Weights that are their own masters, or half of them, come down too, w bytes more there and of memory.
 
-The longest lane is a bound.  A few shares are simulated, that of the least bound and both ends among them.  The search
-then goes from the best of these to its neighbours, while one is faster.  Where there are few chunks it goes on from
-these with changes of single chunks and exchanges of two.  At most `SIMULATED` chunks of equal size are simulated.
-
-Some state may rest on the device.  Then the lanes and seconds of a mix are those of each chunk's own bytes.  About
-`DESCRIBED` chunks stand for all of them (`few_of`).
+The longest lane is a bound.  A few shares are simulated, that of the least bound and both ends among them.  Up to
+`SHARES` chunks the search then goes from the best of these to its neighbours, while one is faster.  Where there are few
+chunks it goes on from these with changes of single chunks and exchanges of two.  Lanes and seconds are those of each
+chunk's own bytes.  At most about `SIMULATED` chunks stand for all of them (`few_of`).
 
 Without `Computing` the phase is simulated alone, from the norm to the last write.  With it whole steps are: updates run
 beside the next forward, and gradients are copied down in backward.  The period of a step is minimised.
@@ -26,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache
 from itertools import combinations
 from math import inf
 from typing import Any
@@ -44,11 +42,11 @@ from colossal_lite.schedule.plan import CPU, DISK, Action, ActionKind, Memory, P
 from colossal_lite.schedule.simulator import HostBandwidth, ScheduleTimeline, simulate
 from colossal_lite.schedule.update_mix import UpdateMix, mix_of, mix_with
 
-SIMULATED = 48
-"""Most chunks of a simulated phase."""
-DESCRIBED = 96
-"""About as many stand for all of a placement, where the bytes of each are known."""
-COARSE = 8
+SIMULATED = 256
+"""About as many chunks stand for all of them, where there are more. Fewer would hide how chunks differ."""
+SHARES = 48
+"""Most shares between none and all. With more chunks than that the search has no second part: it takes long."""
+COARSE = 16
 """Shares at equal distances that are simulated first."""
 FEW = 12
 """Chunks, each placed by itself."""
@@ -277,7 +275,7 @@ def equal_parts(work: UpdateBytes, count: int) -> tuple[UpdateBytes, ...]:
 def few_of(
     parts: Sequence[UpdateBytes], on_host: Collection[int]
 ) -> tuple[tuple[UpdateBytes, ...], list[int]]:
-    """About `DESCRIBED` chunks that stand for all of these, and the places of those updated on the host. Each stands
+    """About `SIMULATED` chunks that stand for all of these, and the places of those updated on the host. Each stands
     for its neighbours on the same side and with the same parts off the device."""
     alike: defaultdict[tuple[bool, ...], list[int]] = defaultdict(list)
     for number, part in enumerate(parts):
@@ -285,7 +283,7 @@ def few_of(
         alike[number in on_host, *(size > 0 for size in rests)].append(number)
     found: dict[int, UpdateBytes] = {}
     for numbers in alike.values():
-        count = -(-len(numbers) * min(DESCRIBED, len(parts)) // len(parts))
+        count = -(-len(numbers) * min(SIMULATED, len(parts)) // len(parts))
         for place in range(count):
             group = numbers[place * len(numbers) // count : (place + 1) * len(numbers) // count]
             found[group[len(group) // 2]] = mean_of([parts[number] for number in group])
@@ -293,56 +291,60 @@ def few_of(
     return tuple(found[n] for n in order), [place for place, n in enumerate(order) if n in on_host]
 
 
-def simulated_chunks(work: UpdateBytes) -> int:
-    """Chunks that stand for all of them in a simulated phase."""
-    return int(min(max(work.chunks, 1), SIMULATED))
+def fastest_mix(
+    parts: Sequence[UpdateBytes],
+    rates: Rates,
+    computing: Computing | None = None,
+    ids: Sequence[int] | None = None,
+) -> FoundMix:
+    """The share of these chunks whose simulated updates, or steps, are over first. Of several it is the smallest, and of
+    a few chunks it is those with the least bound. 0 where no record moves. `ids` as `mix_of` has them; None: their
+    places."""
+    moving = frozenset(number for number, part in enumerate(parts) if part.record)
+    if not moving:
+        return FoundMix(Fraction(0), lanes_of_each(parts, rates, ()), 0.0, frozenset())
+    count, ids = min(len(moving), SHARES), range(len(parts)) if ids is None else ids
 
-
-def fastest_mix(work: UpdateBytes, rates: Rates, computing: Computing | None = None) -> FoundMix:
-    """The share whose simulated updates, or steps, are over first; of several the smallest. 0 where none move."""
-    if not work.chunks:
-        return FoundMix(Fraction(0), lanes_of(work, rates, Fraction(0)), 0.0, frozenset())
-    count = simulated_chunks(work)
-    simulated = partial(simulated_s, equal_parts(work, count), rates, computing=computing)
-
-    @cache
-    def seconds(number: int) -> float:
-        return simulated(mix_of(Fraction(number, count), range(count)))
-
-    def bound(number: int) -> float:
-        return lanes_of(work, rates, Fraction(number, count)).bound_s
-
-    first = {0, count, min(range(count + 1), key=bound), *range(0, count + 1, max(1, count // COARSE))}
-    best, before = min(sorted(first), key=seconds), -1
-    while best != before:
-        before = best
-        near = range(max(0, best - NEAR), min(count, best + NEAR) + 1)
-        best = min(near, key=seconds)
-    share = Fraction(best, count)
-    if work.chunks > FEW:
-        return FoundMix(share, lanes_of(work, rates, share), seconds(best))
+    def of_share(number: int) -> frozenset[int]:
+        return mix_of(Fraction(number, count), ids).on_host & moving
 
     @cache
     def of_chosen(chosen: frozenset[int]) -> float:
-        return simulated(mix_with(chosen, count))
+        few, places = few_of(parts, chosen)
+        return simulated_s(few, rates, mix_with(places, len(few)), computing)
 
-    starts = [mix_of(Fraction(n, count), range(count)).on_host for n in near]
-    chosen = min((_improved(of_chosen, start, count) for start in starts), key=of_chosen)
-    share = Fraction(len(chosen), count)
-    return FoundMix(share, lanes_of(work, rates, share), of_chosen(chosen), chosen)
+    def seconds(number: int) -> float:
+        return of_chosen(of_share(number))
+
+    def bound_of(chosen: frozenset[int]) -> float:
+        return lanes_of_each(parts, rates, chosen).bound_s
+
+    least = min(range(count + 1), key=lambda number: bound_of(of_share(number)))
+    first = {0, count, least, *range(0, count + 1, max(1, count // COARSE))}
+    best, before, near = min(sorted(first), key=seconds), -1, range(0)
+    while best != before and len(parts) <= SHARES:
+        before = best
+        near = range(max(0, best - NEAR), min(count, best + NEAR) + 1)
+        best = min(near, key=seconds)
+    chosen, share = of_share(best), Fraction(best, count)
+    if len(moving) > FEW:
+        return FoundMix(share, lanes_of_each(parts, rates, chosen), of_chosen(chosen))
+    starts = [of_share(number) for number in near or [best]]
+    found = (_improved(of_chosen, start, sorted(moving)) for start in starts)
+    chosen = min(found, key=lambda some: (float(f"{of_chosen(some):.3g}"), bound_of(some)))
+    share = Fraction(len(chosen), len(moving))
+    return FoundMix(share, lanes_of_each(parts, rates, chosen), of_chosen(chosen), chosen)
 
 
 def _improved(
-    simulated: Callable[[frozenset[int]], float], chosen: frozenset[int], count: int
+    simulated: Callable[[frozenset[int]], float], chosen: frozenset[int], moving: Sequence[int]
 ) -> frozenset[int]:
-    """The chunks that single changes lead to, each the best of its round."""
+    """The chunks that changes of at least 0.1 % lead to, each the best of its round."""
     while True:
-        single = [chosen ^ {chunk} for chunk in range(count)]
-        others = [
-            chosen ^ {a, b} for a, b in combinations(range(count), 2) if (a in chosen) is not (b in chosen)
-        ]
+        single = [chosen ^ {chunk} for chunk in moving]
+        others = [chosen ^ {a, b} for a, b in combinations(moving, 2) if (a in chosen) is not (b in chosen)]
         best = min((*single, *others), key=lambda some: (simulated(some), sorted(some)))
-        if simulated(best) >= simulated(chosen):
+        if simulated(best) > 0.999 * simulated(chosen):
             return chosen
         chosen = best
 

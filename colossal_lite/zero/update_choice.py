@@ -37,7 +37,6 @@ from colossal_lite.schedule.update_rates import (
     fastest_mix,
     few_of,
     lanes_of_each,
-    mean_of,
     simulated_s,
 )
 from colossal_lite.zero.calibration import machine_name, measure
@@ -120,8 +119,7 @@ class UpdateChoice:
         on_host = self._memory.on_host
         if self._memory.update_on == "auto":
             agreed = self.rates = self._agreed(self.rates or rates_of(self._found_here()))
-            work = replace(mean_of([part for part in parts if part.record]), early=early)
-            on_host = self._fastest(work, agreed, ids)
+            on_host = self._fastest([replace(part, early=early) for part in parts], agreed, ids)
             self.found = {"host": float(on_host) if isinstance(on_host, Fraction) else on_host}
         elif not isinstance(on_host, Fraction):
             self._refuse_unknown(on_host, ids)
@@ -184,10 +182,12 @@ class UpdateChoice:
         assert rates is not None
         return Rates(*(min(row) for row in zip(*self._gather(list(astuple(rates))), strict=True)))
 
-    def _fastest(self, work: UpdateBytes, rates: Rates, ids: Sequence[int]) -> Fraction | tuple[int, ...]:
+    def _fastest(
+        self, parts: Sequence[UpdateBytes], rates: Rates, ids: Sequence[int]
+    ) -> Fraction | tuple[int, ...]:
         """The chunks that are updated on the host, where all ranks have the same and find the same; else the middle one
         of their shares. Collective."""
-        found = fastest_mix(work, rates, self.computing)
+        found = fastest_mix(parts, rates, self.computing, ids)
         chosen = sorted(ids[place] for place in found.chosen or ())
         rows = self._gather([[*found.host_share.as_integer_ratio()], chosen, [*ids]])
         if found.chosen is not None and all(row == rows[0] for row in rows):

@@ -22,7 +22,6 @@ from colossal_lite.schedule.update_rates import (
     equal_parts,
     fastest_mix,
     lanes_of,
-    simulated_chunks,
     simulated_s,
 )
 
@@ -42,7 +41,7 @@ def phase() -> None:
         shares = [
             simulated_s(equal_parts(PHASE, 32), rates, mix_of(Fraction(n, 2), range(32))) for n in (2, 0, 1)
         ]
-        found = fastest_mix(PHASE, rates)
+        found = fastest_mix(equal_parts(PHASE, 32), rates)
         bound_s = lanes_of(PHASE, rates, found.host_share).bound_s
         told = "no limit" if memory == float("inf") else f"{memory / 1e9:.0f} GB/s"
         row = [*(f"{seconds:.3f} s" for seconds in (*shares, found.simulated_s)), f"{found.host_share}"]
@@ -54,15 +53,15 @@ def steps() -> None:
         "\n| simulated step: host | host memory | host | streamed | mix | on the host | host / mix | late |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    count = simulated_chunks(STEP)
+    count = 48
     for updates, memory in MACHINES:
         rates = Rates(updates, UPDATED, LINK, LINK, memory)
         host_s, streamed_s = (
             simulated_s(equal_parts(STEP, count), rates, mix_of(Fraction(share), range(count)), COMPUTING)
             for share in (1, 0)
         )
-        found = fastest_mix(STEP, rates, COMPUTING)
-        late_s = fastest_mix(replace(STEP, early=False), rates, COMPUTING).simulated_s
+        found = fastest_mix(equal_parts(STEP, count), rates, COMPUTING)
+        late_s = fastest_mix(equal_parts(replace(STEP, early=False), count), rates, COMPUTING).simulated_s
         row = [
             f"{updates / 1e9:.0f} G/s", f"{memory / 1e9:.0f} GB/s", f"{host_s:.2f} s", f"{streamed_s:.2f} s",
             f"{found.simulated_s:.2f} s", f"{found.host_share}", f"{host_s / found.simulated_s:.2f}", f"{late_s:.2f} s",

@@ -14,7 +14,7 @@ import pytest
 from colossal_lite.schedule import update_rates
 from colossal_lite.schedule.update_mix import mix_of, mix_with
 from colossal_lite.schedule.update_rates import (
-    DESCRIBED,
+    SIMULATED,
     Computing,
     Rates,
     UpdateBytes,
@@ -23,7 +23,6 @@ from colossal_lite.schedule.update_rates import (
     few_of,
     lanes_of,
     lanes_of_each,
-    simulated_chunks,
     simulated_s,
 )
 
@@ -37,7 +36,7 @@ def seconds_of(share: Fraction, rates: Rates) -> float:
 
 
 def test_a_mix_of_32_chunks_takes_nearly_its_bound_where_either_end_takes_twice_that() -> None:
-    found = fastest_mix(BILLIONS, LINK)
+    found = fastest_mix(equal_parts(BILLIONS, 32), LINK)
     assert found.host_share == Fraction(17, 32) and found.lanes.bound_s == pytest.approx(0.428)
     assert found.simulated_s <= 0.45
     assert seconds_of(Fraction(0), LINK) == pytest.approx(0.79, abs=0.01)
@@ -45,7 +44,7 @@ def test_a_mix_of_32_chunks_takes_nearly_its_bound_where_either_end_takes_twice_
 
 
 def test_so_it_is_where_the_host_s_memory_limits_all_lanes() -> None:
-    found = fastest_mix(BILLIONS, Rates(4e9, 130e9, 50e9, 50e9, host_memory=160e9))
+    found = fastest_mix(equal_parts(BILLIONS, 32), Rates(4e9, 130e9, 50e9, 50e9, host_memory=160e9))
     assert found.lanes.memory_s == found.lanes.bound_s and found.simulated_s <= 0.62
 
 
@@ -58,13 +57,15 @@ def test_nothing_is_simulated_faster_than_its_bound(share: Fraction) -> None:
 def test_gradients_that_are_down_already_are_in_no_update_phase() -> None:
     early, down = replace(BILLIONS, gradient=4, early=True), replace(BILLIONS, gradient=0)
     assert (
-        fastest_mix(early, LINK) == fastest_mix(down, LINK) != fastest_mix(replace(early, early=False), LINK)
+        fastest_mix(equal_parts(early, 32), LINK)
+        == fastest_mix(equal_parts(down, 32), LINK)
+        != fastest_mix(equal_parts(replace(early, early=False), 32), LINK)
     )
 
 
 def test_a_slow_host_updates_nothing_and_a_slow_link_moves_nothing() -> None:
-    assert fastest_mix(BILLIONS, Rates(1e7, 130e9, 50e9, 50e9)).host_share == 0
-    assert fastest_mix(BILLIONS, Rates(4e9, 130e9, 1e8, 1e8)).host_share == 1
+    assert fastest_mix(equal_parts(BILLIONS, 32), Rates(1e7, 130e9, 50e9, 50e9)).host_share == 0
+    assert fastest_mix(equal_parts(BILLIONS, 32), Rates(4e9, 130e9, 1e8, 1e8)).host_share == 1
 
 
 MACHINES = ((2e9, 80e9), (4e9, 160e9), (7e9, 300e9))
@@ -78,15 +79,15 @@ def test_a_whole_step_of_a_mix_is_never_slower_than_either_end(machine: int) -> 
     """And on the second machine 1.3 times as fast as all updates on the host."""
     updates, memory = MACHINES[machine]
     rates = Rates(updates, 130e9, 50e9, 50e9, memory)
-    count = simulated_chunks(WHOLE)
+    count = 16
     streamed_s, host_s = (
         simulated_s(equal_parts(WHOLE, count), rates, mix_of(Fraction(share), range(count)), COMPUTED)
         for share in (0, 1)
     )
-    found = fastest_mix(WHOLE, rates, COMPUTED)
+    found = fastest_mix(equal_parts(WHOLE, count), rates, COMPUTED)
     assert found.simulated_s <= min(streamed_s, host_s)
     assert machine != 1 or host_s / found.simulated_s >= 1.3
-    late = fastest_mix(replace(WHOLE, early=False), rates, COMPUTED)
+    late = fastest_mix(equal_parts(replace(WHOLE, early=False), count), rates, COMPUTED)
     assert found.simulated_s <= late.simulated_s, "gradients that leave in backward never cost time"
 
 
@@ -164,11 +165,11 @@ def test_a_few_chunks_that_stand_for_all_have_their_lanes(seed: int) -> None:
         for record in (0, 8, 12)
         for weight in (0, 2)
     ]
-    count = draw.randint(1, 400)
+    count = draw.choice([draw.randint(1, 100), draw.randint(200, 900)])
     parts = [replace(draw.choice(kinds), elements=draw.randint(0, 10**8)) for _ in range(count)]
     on_host = {number for number, part in enumerate(parts) if part.record and draw.random() < 0.5}
     few, places = few_of(parts, on_host)
-    assert len(few) <= min(count, DESCRIBED + 2 * len(kinds)) and (count > DESCRIBED or [*few] == parts)
+    assert len(few) <= min(count, SIMULATED + 2 * len(kinds)) and (count > SIMULATED or [*few] == parts)
     rates = Rates(4e9, 130e9, 50e9, 40e9, 160e9, call_s=1e-4)
     every, some = lanes_of_each(parts, rates, on_host), lanes_of_each(few, rates, places)
     assert astuple(some) == pytest.approx(astuple(every))
@@ -185,9 +186,28 @@ def assert_near_the_best(seed: int, most: int) -> None:
     )  # fmt: skip
     gradient, weight = draw.choice([(4, 2), (0, 2), (4, 4), (0, 0)])
     work = UpdateBytes(count * 10**8, count, draw.choice([8, 12]), gradient, weight, 28)
+    parts = equal_parts(work, count)
+    if seed % 2:
+        parts = tuple(replace(part, elements=draw.randint(10**6, 4 * 10**8)) for part in parts)
     chosen = (some for size in range(count + 1) for some in combinations(range(count), size))
-    best_s = min(simulated_s(equal_parts(work, count), rates, mix_with(some, count)) for some in chosen)
-    assert fastest_mix(work, rates).simulated_s <= 1.03 * best_s
+    best_s = min(simulated_s(parts, rates, mix_with(some, count)) for some in chosen)
+    assert fastest_mix(parts, rates).simulated_s <= 1.03 * best_s
+
+
+@pytest.mark.parametrize("count", [40, 60])
+def test_the_chosen_share_of_chunks_that_differ_is_simulated_with_their_own_bytes(count: int) -> None:
+    """As in a model with a large embedding."""
+    draw = random.Random(count)
+    sizes = [10**9, *(draw.choice([10**6, 3 * 10**7, 10**8]) for _ in range(count - 1))]
+    parts = [UpdateBytes(size, 1, 12, 4, 2, 28, early=True) for size in sizes]
+    rates = Rates(2e9, 20e9, 25e9, 25e9)
+    found = fastest_mix(parts, rates, Computing(0.5, 1.0))
+
+    def seconds(share: Fraction) -> float:
+        return simulated_s(parts, rates, mix_of(share, range(count)), Computing(0.5, 1.0))
+
+    assert found.simulated_s == seconds(found.host_share)
+    assert found.simulated_s <= min(seconds(Fraction(k, 16)) for k in (0, 4, 8, 12, 16))
 
 
 @pytest.mark.parametrize("seed", range(4))
