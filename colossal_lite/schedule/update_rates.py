@@ -297,9 +297,8 @@ def fastest_mix(
     computing: Computing | None = None,
     ids: Sequence[int] | None = None,
 ) -> FoundMix:
-    """The share of these chunks whose simulated updates, or steps, are over first. Of several it is the smallest, and of
-    a few chunks it is those with the least bound. 0 where no record moves. `ids` as `mix_of` has them; None: their
-    places."""
+    """The share of these chunks whose simulated updates, or steps, are over first. Of several it is the smallest. Of a
+    few chunks it is those with the least bound. 0 where no record moves. `ids` as `mix_of` has them; None: places."""
     moving = frozenset(number for number, part in enumerate(parts) if part.record)
     if not moving:
         return FoundMix(Fraction(0), lanes_of_each(parts, rates, ()), 0.0, frozenset())
