@@ -60,7 +60,7 @@ class OwnCriterion:
         self._calls += trains
         is_early = trains and (self._calls <= MOST_JUDGED or self._calls.bit_count() == 1)
         judges = is_cut and is_early
-        versions = whole._version, labels._version  # it may write in them
+        versions = _versions(whole, labels) if is_early else None  # it may write in them
         made_by, devices = whole.grad_fn, [whole.device] if whole.is_cuda else []
         before = states(devices) if judges else {}
         try:
@@ -83,7 +83,7 @@ class OwnCriterion:
                 with retained_gradients_kept():
                     _check_linear(total, whole)
         given = CriterionResult(whole.detach(), labels, total.detach(), count)
-        if is_early and versions == (whole._version, labels._version):
+        if is_early and versions == _versions(whole, labels):
             self._refuse_mean_as_count(given)
             self._judged += judges
             if judges:
@@ -294,6 +294,11 @@ def _weighed(result: Any, valid: int) -> tuple[Tensor, Tensor | int | float]:
     raise ValueError(
         f"criterion returned {told}; legal: a tuple (sum, count), of a number each, or a 0-d tensor that is a mean"
     )
+
+
+def _versions(*tensors: Tensor) -> list[int]:
+    """How often each was written to; 0 of one that is made in inference mode, which does not count that."""
+    return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def _is_number(x: Any) -> bool:

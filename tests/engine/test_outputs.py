@@ -359,6 +359,15 @@ def test_an_accuracy_beside_the_loss_is_not_taken_as_its_count(labels: list[int]
         assert loss == pytest.approx(vectors_with(with_weights, whole), rel=1e-12)
 
 
+def test_a_criterion_is_evaluated_in_inference_mode_too() -> None:
+    with cl.launch(dict(precision="fp64", seed=3), rank=0, world_size=1) as context:
+        engine = cl.initialize(lambda: nn.Linear(6, 4), context=context, criterion=F.cross_entropy)
+        inputs = torch.randn(8, 6, dtype=torch.float64)
+        loss = engine.eval_step((inputs, LABELS))
+        with torch.inference_mode():
+            assert engine.eval_step((inputs, LABELS.clone())) == loss
+
+
 def in_data_ranks(env: RankEnv, name: str) -> float:
     with env.launch(dict(precision="fp64", seed=3)) as context:
         engine = cl.initialize(lambda: nn.Linear(6, 4), context=context, criterion=(ADDS_UP | DOES_NOT)[name])
