@@ -56,6 +56,7 @@ class UpdateChoice:
     def __init__(self, config: Config, ops: Ops, device: torch.device, gather: Gather = alone) -> None:
         """Raises ValueError for a file of rates that cannot be read."""
         self._memory = memory = config.memory
+        self._in_backward = config.optimizer.update_when == "backward"
         self._recomputes = config.activation_checkpoint == "full"
         self._gathers_ahead = config.zero.prefetch if config.zero.stage == 3 else 0
         self._micro_batches = config.gradient_accumulation
@@ -126,22 +127,30 @@ class UpdateChoice:
         return replace(mix_of(on_host, ids), early=early)
 
     def describe(self, parts: Sequence[UpdateBytes], mix: UpdateMix) -> None:
-        """Put the mix of these chunks in words, with its lanes and seconds where there are rates."""
+        """Put the mix of these chunks in words, with its lanes where there are rates, and its seconds where these are
+        simulated: not of updates within backward."""
         if self._memory.records_tier == "device":
             return
         on_host = {number for number in mix.on_host if parts[number].record}
         self.lanes = f"{len(on_host)} of {len(parts)} chunks are updated on the host"
         moving = [replace(part, early=mix.early) for part in parts]
         if (rates := self.rates) is not None and any(part.moves for part in moving):
-            few, places = few_of(moving, on_host)
-            like = replace(mix, on_host=frozenset(places))
-            updates_s = simulated_s(few, rates, like)
-            self.lanes += f": {lanes_of_each(moving, rates, on_host)}, {updates_s:.3g} s simulated"
-            if self.computing is not None:
-                step_s, computed_s = simulated_s(few, rates, like, self.computing), self.computing.s
-                self.lanes += f"; a step of {step_s:.3g} s simulated, computing {computed_s:.3g} s"
+            self.lanes += f": {lanes_of_each(moving, rates, on_host)}"
+            if not self._in_backward:
+                self.lanes += self._seconds(moving, on_host, mix, rates)
         if self.found is not None:
             self.notices.append(f"memory.update_on='auto' is {shown(self.found)}: {self.lanes}")
+
+    def _seconds(
+        self, parts: Sequence[UpdateBytes], on_host: Collection[int], mix: UpdateMix, rates: Rates
+    ) -> str:
+        few, places = few_of(parts, on_host)
+        like = replace(mix, on_host=frozenset(places))
+        told = f", {simulated_s(few, rates, like):.3g} s simulated"
+        if self.computing is not None:
+            step_s, computed_s = simulated_s(few, rates, like, self.computing), self.computing.s
+            told += f"; a step of {step_s:.3g} s simulated, computing {computed_s:.3g} s"
+        return told
 
     def tell(self, rank: int) -> None:
         """Print the notices so far, on rank 0."""

@@ -187,6 +187,17 @@ def test_so_does_one_whose_weights_and_gradients_may_rest_on_the_host(
         assert down_s == pytest.approx((held["optimizer"] + held["weights"]) / 50e9, rel=0.01)
 
 
+@pytest.mark.parametrize("update_on", ["device", "host"])
+def test_a_plan_of_updates_within_backward_has_their_lanes_and_no_seconds_that_are_not_simulated(
+    update_on: str,
+) -> None:
+    model = GPTConfig(vocabulary=64, layers=2, heads=2, width=16, sequence=8)
+    memory = dict(placement="host", update_on=update_on, rates=RATES | dict(flops=1e9))
+    config = dict(optimizer=dict(type="adamw", update_when="backward"), memory=memory)
+    made = plan(config, model, batch=2, sequence=8, world_size=1)
+    assert re.search(r"up [\d.e-]+ s, .*: at least [\d.e-]+ s$", made.updates)
+
+
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 def test_a_plan_counts_the_bytes_and_seconds_of_the_records_that_rest_on_the_host(share: float) -> None:
     model = GPTConfig(vocabulary=64, layers=8, heads=2, width=16, sequence=8)
