@@ -67,26 +67,26 @@ class _AroundCall:
     """Calls hooks around the compiled call of a module that has compiled itself."""
 
     def __init__(self, owner: nn.Module, before: Hook | None = None, behind: Hook | None = None) -> None:
-        inner = owner._compiled_call_impl
-        assert inner is not None
+        assert owner._compiled_call_impl is not None
+        self._owner, self._inner = owner, owner._compiled_call_impl
+        self._before, self._behind = before, behind
+        owner._compiled_call_impl = self
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if before is not None and self._is_on:
-                before(owner, args)
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                if behind is not None and self._is_on:
-                    behind()
-
-        self._owner, self._inner, self._call, self._is_on = owner, inner, call, True
-        owner._compiled_call_impl = call
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            self._before(self._owner, args)
+        try:
+            return self._inner(*args, **kwargs)
+        finally:
+            if self._behind is not None:
+                self._behind()
 
     def remove(self) -> None:
-        """Leave the compiled call as it was."""
-        self._is_on = False
-        if self._owner._compiled_call_impl is self._call:
-            self._owner._compiled_call_impl = self._inner
+        """Leave the compiled call as it was, once those around this are removed too."""
+        self._before = self._behind = None
+        call = self._owner._compiled_call_impl
+        while isinstance(call, _AroundCall) and call._before is call._behind is None:
+            call = self._owner._compiled_call_impl = call._inner
 
 
 def _untraced(hook: Hook) -> Hook:

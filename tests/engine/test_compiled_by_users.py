@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -209,3 +211,26 @@ def test_a_pipeline_that_refuses_a_wrapped_block_names_the_way_in_which_it_takes
         assert "its .compile(), which compiles it in place" in told
     for found in run_world(in_a_pipeline, 2, "a block in place"):
         assert found == pytest.approx(plain, abs=1e-12)
+
+
+def left_of_an_engine(env: RankEnv) -> tuple[list[bool], bool]:
+    """Whether each compiled call is its own again after the engine, and whether the engine is freed."""
+    config = CONFIG | dict(zero=dict(stage=3))
+    ids = torch.arange(16).view(4, 4) % 12
+    with env.launch(config) as context:
+        model = compiled(Words(), "a block in place")
+        model.compile(backend="eager")
+        calls = [model._compiled_call_impl, model.blocks[1]._compiled_call_impl]
+        engine = cl.initialize(model, context=context)
+        own = context.local_batch(4)
+        engine.train_step((ids[own], ids.roll(1)[own]))
+        seen, gone = [model, model.blocks[1]], ref(engine._weights)
+        engine.close()
+        del engine
+        gc.collect()
+        same = [now._compiled_call_impl is call for now, call in zip(seen, calls, strict=True)]
+        return same, gone() is None
+
+
+def test_a_compiled_module_has_its_own_call_again_after_the_engine_and_holds_nothing_of_it() -> None:
+    assert run_world(left_of_an_engine, 2) == [([True, True], True)] * 2
