@@ -430,7 +430,7 @@ def _simulated(
         part = parts[number]
         if action.kind is ActionKind.UPDATE:
             return part.elements * part.host_memory if action.resource == CPU else 0.0
-        return part.elements * of_each(action, part, what, number in mix.on_host)
+        return part.elements * of_each(action, part, what, number in mix.on_host and part.record > 0)
 
     def seconds(action: Action) -> float:
         assert action.resource != DISK

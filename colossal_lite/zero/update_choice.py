@@ -126,10 +126,16 @@ class UpdateChoice:
             self._refuse_unknown(on_host, ids)
         return replace(mix_of(on_host, ids), early=early)
 
-    def describe(self, parts: Sequence[UpdateBytes], mix: UpdateMix) -> None:
+    def describe(self, parts: Sequence[UpdateBytes], mix: UpdateMix, *, is_placed: bool = False) -> None:
         """Put the mix of these chunks in words, with its lanes where there are rates, and its seconds where these are
-        simulated: not of updates within backward."""
+        simulated: not of updates within backward. `is_placed`: under a budget or shares, what rests off the device is
+        known. Before it is, there is the choice alone."""
         if self._memory.records_tier == "device":
+            return
+        if self._memory.moves and not is_placed:
+            if self.found is not None:
+                rule = "chosen as if all state rested off the device"
+                self.notices.append(f"memory.update_on='auto' is {shown(self.found)}: {rule}")
             return
         on_host = {number for number in mix.on_host if parts[number].record}
         self.lanes = f"{len(on_host)} of {len(parts)} chunks are updated on the host"

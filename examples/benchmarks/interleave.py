@@ -53,7 +53,7 @@ def steps() -> None:
         "\n| simulated step: host | host memory | host | streamed | mix | on the host | host / mix | late |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    count = 48
+    count = int(STEP.chunks)
     for updates, memory in MACHINES:
         rates = Rates(updates, UPDATED, LINK, LINK, memory)
         host_s, streamed_s = (

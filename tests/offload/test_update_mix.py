@@ -134,6 +134,26 @@ def test_what_auto_has_found_is_told_once_and_stands_in_the_config_and_the_check
     assert again[0][:2] == (update_on, sides)
 
 
+def test_what_auto_has_found_for_shares_is_told_without_figures_of_all_state() -> None:
+    ((told, lanes),) = run_world(told_of_shares, 1)
+    assert told.startswith("memory.update_on='auto' is {") and told.endswith(
+        "as if all state rested off the device"
+    )
+    assert lanes == ""
+
+
+def told_of_shares(env: RankEnv) -> tuple[str, str]:
+    memory = dict(placement="static", host_fraction=dict(optimizer=0.3), update_on="auto", rates=RATES)
+    case = replace(DEEP, world_size=1, chunk_bytes=SMALL // 4, config=config_of(1) | dict(memory=memory))
+    told = io.StringIO()
+    with env.launch(case.full_config) as context:
+        with redirect_stderr(told):
+            engine = start(case, context)
+        assert engine._parts.choice is not None
+        (line,) = (line for line in told.getvalue().splitlines() if "update_on='auto'" in line)
+        return line, engine._parts.choice.lanes
+
+
 def resolved_of(env: RankEnv, rates: dict[str, Any], update_on: Any, directory: str) -> Any:
     """The resolved mix, which chunks it updates on the host, the mix that the checkpoint has, and the bytes on the host
     beside their forecast."""
