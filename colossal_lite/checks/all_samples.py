@@ -2,8 +2,8 @@
 
 Note: a loss between samples.
 A contrastive loss of one rank's samples is not that of the whole batch.  So where a batch is divided, steps look at
-the second derivative of their losses.  The gradient at one sample must not depend on another.  A loss that cannot be
-differentiated twice shows nothing, and neither does one by labels alone.
+the second derivative of their losses.  The gradient at one sample must not depend on another.  A choice among samples,
+such as a maximum, is found in the graph (row_choices.py).  A loss by labels alone shows nothing.
 
 Note: a gradient that is not linear.
 Backward starts from a loss of a part of the samples, or from a multiple of the loss.  So a hook on an output, or an
@@ -30,14 +30,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
+from colossal_lite.checks.row_choices import chooses_between_rows
 from colossal_lite.checks.summed_losses import sums_samples
 from colossal_lite.distributed.autograd_collectives import join
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.numerics.retained_gradients import retained_gradients_kept
+from colossal_lite.numerics.unit_start import numbers_of_functions, unit_start
 
 Fault = Literal["couples", "nonlinear", "sums"]
 SEED = 1024.0
-"""Two backwards of a look start from it, and from its inverse."""
+"""The multiple from which a second backward of a look starts."""
 
 
 class AllSamples:
@@ -88,7 +90,8 @@ class AllSamples:
         is_cut = self._comm.size > 1
         if not loss.requires_grad or (own_loss and not is_cut):
             return None
-        front, operations = self._front(loss, forwards)
+        front, nodes = self._front(loss, forwards)
+        operations = hash(tuple(node.name() for node in nodes))
         is_known = operations in self._known
         self._known.add(operations)
         if is_known and self._step & (self._step - 1):
@@ -100,11 +103,15 @@ class AllSamples:
             return None
         outputs = [edge for edge, rows in front.items() if rows > 1]
         with self._aside():
+            numbers = numbers_of_functions(_edge_of(loss), nodes)
+            start = unit_start(loss, numbers)
             with suppress(RuntimeError, NotImplementedError):  # it has no second derivative
-                if is_cut and _couples(loss, outputs):
+                if is_cut and _couples(loss, start, outputs):
                     return "couples"
+            if is_cut and outputs and chooses_between_rows(nodes, outputs):
+                return "couples"
             with suppress(RuntimeError, NotImplementedError):  # it has no first one to be looked at
-                return None if _is_linear(loss, list(front)) else "nonlinear"
+                return None if _is_linear(loss, start, list(front), restores=bool(numbers)) else "nonlinear"
         return None
 
     @contextmanager
@@ -119,10 +126,10 @@ class AllSamples:
 
     def _front(
         self, loss: Tensor, forwards: Sequence[tuple[int, int]], *, enters: bool = False
-    ) -> tuple[dict[GradientEdge, int], int]:
-        """The outputs that `loss` reads, with their rows, and a hash of the operations between. `enters`: those too
-        from which a forward has computed a number that it gives."""
-        found, names = dict[GradientEdge, int](), list[str]()
+    ) -> tuple[dict[GradientEdge, int], list[Any]]:
+        """The outputs that `loss` reads, with their rows, and the operations between. `enters`: those too from which a
+        forward has computed a number that it gives."""
+        found, nodes = dict[GradientEdge, int](), list[Any]()
         edges, seen = [(_edge_of(loss), False)], set[tuple[Any, bool]]()
         while edges:
             edge, is_within = edges.pop()
@@ -135,9 +142,9 @@ class AllSamples:
                 continue
             if is_within or not any(a <= node._sequence_nr() < b for a, b in forwards):
                 seen.add((node, is_within))
-                names.append(node.name())
+                nodes.append(node)
                 edges += [(before, is_within) for before in _before(node)]
-        return found, hash(tuple(names))
+        return found, nodes
 
     def _runs_the_model(self, front: Collection[GradientEdge]) -> bool:
         """Whether an output was computed from another, so that a backward to it would run the model."""
@@ -173,32 +180,32 @@ class _Weighed(Function):
         return gradients[0] * ctx.weight(), None
 
 
-def _is_linear(loss: Tensor, outputs: Sequence[GradientEdge]) -> bool:
-    """Whether the gradients are as many times as large as what backward starts from. A Function may multiply what it
-    has saved in place, as fused losses do. That is no fault. The two starts then leave it as it was."""
+def _is_linear(loss: Tensor, start: Tensor, outputs: Sequence[GradientEdge], *, restores: bool) -> bool:
+    """Whether the gradients are as many times as large as what backward starts from. `restores`: a last backward gives
+    fused losses what they had saved (numerics/unit_start.py)."""
 
-    def gradients(seed: float) -> list[Tensor]:
-        start = torch.full_like(loss, seed)
-        found = torch.autograd.grad(loss, outputs, start, retain_graph=True, allow_unused=True)
+    def gradients(factor: float) -> list[Tensor]:
+        found = torch.autograd.grad(loss, outputs, start * factor, retain_graph=True, allow_unused=True)
         return [x.clone() for x in found if x is not None]
 
-    for x, y in zip(gradients(1 / SEED), gradients(SEED), strict=True):
+    first, times = gradients(1.0), gradients(SEED)
+    if restores:
+        gradients(1 / SEED)
+    for x, y in zip(first, times, strict=True):
         limits = torch.finfo(x.dtype)
         exact, least = limits.eps**0.5, limits.smallest_normal * limits.eps * SEED
         right, found = x.double() * SEED, y.double()
-        size = torch.maximum(found.norm() / SEED, right.norm())
+        size = torch.maximum(found.norm(), right.norm())
         lost = least * x.numel() ** 0.5  # to small numbers of fp16, which have few digits
-        far = (found / SEED - right).norm() > exact * size + lost
-        again = (found - right).norm() <= exact * right.norm()
-        if bool(far & ~again & size.isfinite()):
+        if bool((found - right).norm() > exact * size + lost) and bool(size.isfinite()):
             return False
     return True
 
 
-def _couples(loss: Tensor, outputs: Sequence[GradientEdge]) -> bool:
+def _couples(loss: Tensor, start: Tensor, outputs: Sequence[GradientEdge]) -> bool:
     if not outputs:
         return False
-    first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+    first = torch.autograd.grad(loss, outputs, start, create_graph=True, allow_unused=True)
     gradients = [g for g in first if g is not None and g.requires_grad]
     if not gradients:  # the loss is linear
         return False

@@ -285,7 +285,7 @@ class UserLoop:
                 f"backward: the loss is one between samples: its gradient at one depends on others. With "
                 f"parallel.data={self._mesh.size('data')} this rank has its own samples alone. So the loss would be "
                 f"another than in one process. Legal: a loss of engine.all_samples(outputs), of the samples of all "
-                f"ranks; a mean of losses of samples; parallel.data=1"
+                f"ranks; a mean of losses of samples; parallel.data=1. For pairs call engine(x) for each half"
             )
 
     def _other_starts(self, *, counted: bool) -> tuple[str, str]:

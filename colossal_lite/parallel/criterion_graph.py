@@ -28,7 +28,8 @@ class Reads:
 def reads_of(loss: Tensor, logits: Any, names: Mapping[int, str]) -> Reads:
     """`logits`: the node of the logits that the criterion got; `names`: of the model's parameters, by `id`."""
     parameters, foreign, left = list[str](), list[tuple[int, ...]](), list[str]()
-    for node in _ends(loss.grad_fn, logits):
+    made = logits._sequence_nr()
+    for node in (each for each in nodes_between(loss.grad_fn, logits) if _is_end(each, made)):
         leaf = getattr(node, "variable", None)
         if leaf is None:
             left.append(node.name())
@@ -39,15 +40,17 @@ def reads_of(loss: Tensor, logits: Any, names: Mapping[int, str]) -> Reads:
     return Reads(tuple(parameters), tuple(foreign), tuple(left))
 
 
-def _ends(last: Any, logits: Any) -> Iterator[Any]:
-    """Leaves, and nodes made before the `logits`, at which the graph of the criterion ends."""
+def nodes_between(last: Any, logits: Any) -> Iterator[Any]:
+    """The nodes of the criterion, from its `last` to the `logits`, and those at which its graph ends."""
     nodes, seen, made = [last], {logits, None}, logits._sequence_nr()
     while nodes:
         node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable") or node._sequence_nr() < made:
+        if node not in seen:
+            seen.add(node)
             yield node
-        else:
-            nodes += [before for before, _ in node.next_functions]
+            nodes += [] if _is_end(node, made) else [before for before, _ in node.next_functions]
+
+
+def _is_end(node: Any, made: int) -> bool:
+    """Whether it is a leaf, or was made before the number of the logits."""
+    return hasattr(node, "variable") or node._sequence_nr() < made

@@ -24,7 +24,8 @@ from colossal_lite.data.batch_checks import valid_labels
 from colossal_lite.numerics.generators import drawn_between, generators_kept, states
 from colossal_lite.numerics.linearity import SEED, is_multiple
 from colossal_lite.numerics.retained_gradients import retained_gradients_kept
-from colossal_lite.parallel.criterion_graph import reads_of
+from colossal_lite.numerics.unit_start import numbers_of_functions, unit_start
+from colossal_lite.parallel.criterion_graph import nodes_between, reads_of
 
 Criterion = Callable[[Tensor, Tensor], Any]
 MOST_JUDGED = 4
@@ -251,16 +252,21 @@ class OwnCriterion:
 def _check_linear(total: Tensor, whole: Tensor) -> None:
     """Raises ValueError where the gradient of the logits is not linear in what backward starts from."""
 
-    def rows(seed: float) -> Tensor:
+    edge = torch.autograd.graph.get_gradient_edge(total)
+    numbers = numbers_of_functions(edge, nodes_between(edge.node, whole.grad_fn))
+    start = unit_start(total, numbers)
+
+    def rows(factor: float) -> Tensor:
         """Of each row the least, the largest, and the sum of sizes. One gradient of the logits is there at a time."""
-        start = torch.full_like(total, seed)
-        (found,) = torch.autograd.grad(total, whole, start, retain_graph=True, allow_unused=True)
+        (found,) = torch.autograd.grad(total, whole, start * factor, retain_graph=True, allow_unused=True)
         if found is None or not found.numel():
             return torch.zeros(3)
         found = found.reshape(-1, found.shape[-1]) if found.dim() else found.reshape(1, 1)
         return torch.stack((found.amin(-1), found.amax(-1), torch.linalg.vector_norm(found, 1, -1)))
 
     one, times = rows(1.0), rows(SEED)
+    if numbers:
+        rows(1 / SEED)
     turned = torch.stack((times[1], times[0], -times[2]))  # as the factor is negative
     pairs = zip(turned, one, (1, 1, whole.shape[-1] if whole.dim() else 1), strict=True)
     if not all(is_multiple(found, given, SEED, terms=terms) for found, given, terms in pairs):

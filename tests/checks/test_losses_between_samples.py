@@ -406,3 +406,84 @@ def test_what_only_looks_like_a_sum_over_samples_is_none(name: str) -> None:
     front = {GradientEdge(x.grad_fn, 0): 4}
     assert not sums_samples(GradientEdge(NO_SUMS[name](x).grad_fn, 0), front)
     assert sums_samples(GradientEdge(x.square().sum().grad_fn, 0), front)
+
+
+# ---- a choice among samples ----
+
+
+def each(z: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(z, labels, reduction="none")
+
+
+def hardest_triplets(z: Tensor, labels: Tensor) -> Tensor:
+    far, alike = torch.cdist(z, z), labels[:, None] == labels
+    return (far.masked_fill(~alike, -1).amax(1) - far.masked_fill(alike, 1e9).amin(1) + 9).relu().mean()
+
+
+CHOOSING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "the hardest samples": lambda z, y: each(z, y).topk(2).values.mean(),
+    "the hardest sample": lambda z, y: each(z, y).max(),
+    "the median": lambda z, y: each(z, y).median(),
+    "a quantile": lambda z, y: torch.quantile(each(z, y), 0.7),
+    "weights by rank": lambda z, y: (each(z, y).sort().values * torch.arange(len(z))).mean(),
+    "the largest of each class": lambda z, _: z.max(0).values.mean(),
+    "a hinge on pairs": lambda z, _: (1 - z[:, None, 0] + z[:, 0]).relu().mean(),
+    "a hinge on halves": lambda z, _: F.margin_ranking_loss(*z[:, 0].chunk(2), torch.ones(1), margin=1),
+    "a hinge on triplets": lambda z, _: F.triplet_margin_loss(z, z.roll(1, 0), z.roll(2, 0)),
+    "the hardest triplets": hardest_triplets,
+    "distances": lambda z, _: torch.cdist(z, z.flip(0)).mean(),
+    "distances of pairs": lambda z, _: F.pdist(z).mean(),
+    "a mean that is kept above a floor": lambda z, y: (F.cross_entropy(z, y) - 0.1).abs() + 0.1,
+}
+"""Losses of some samples, chosen by their values."""
+CHOOSING_WITHIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "the largest of a sample": lambda z, y: (z.max(-1).values - z.gather(1, y[:, None])[:, 0] + 1).relu().mean(),
+    "some of a sample": lambda z, _: z.topk(2, -1).values.mean(),
+    "the sorted numbers of a sample": lambda z, _: z.sort(-1).values[:, 0].mean(),
+    "a clipped ratio": lambda z, _: -torch.min(3 * z.softmax(-1), z.softmax(-1).clamp(0.2, 0.3)).mean(),
+    "margins of classes": lambda z, y: F.multi_margin_loss(z, y),
+    "distances to labels": lambda z, y: F.smooth_l1_loss(z, y[:, None].to(z).expand(-1, 4)),
+    "a triplet of one sample": lambda z, _: F.triplet_margin_loss(z[:, :2], z[:, 2:], z[:, 1:3]),
+    "a distance within a sample": lambda z, _: torch.cdist(z[:, :2, None], z[:, 2:, None]).mean(),
+    "one sample after another": lambda z, y: torch.stack(
+        [(row.max() - row[label] + 1).relu() for row, label in zip(z, y, strict=True)]
+    ).mean(),
+}  # fmt: skip
+FUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    f"a fused loss, {factor} times": lambda z, y, f=factor: f * Fused.apply(z, y)  # type: ignore[misc, no-untyped-call]
+    for factor in (1.0, 0.5, 1 / 3)
+}
+
+
+def trained_on(env: RankEnv, name: str, gathers: bool, count: int | None) -> tuple[str, dict[str, Tensor]]:
+    """What the first step says, and the weights after three."""
+    with env.launch(SGD) as context:
+        engine = cl.initialize(model(), context=context)
+        x, _, y = (each.chunk(env.world_size)[env.rank] for each in batch())
+        every = engine.all_samples if gathers else itself
+
+        def step() -> None:
+            loss = (CHOOSING | CHOOSING_WITHIN | FUSED)[name](every(engine(x)), every(y))
+            engine.backward(loss, count=count)
+            engine.step()
+
+        return three(step, engine)
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_a_choice_among_samples_is_exact_over_all_samples_and_refused_over_a_rank_s(name: str) -> None:
+    truth = plain(lambda given: CHOOSING[name](given(batch()[0]), batch()[2]))
+    for told, state in run_world(trained_on, 2, name, True, None):
+        assert told == "" and is_equal(state, truth)
+    for told, state in run_world(trained_on, 2, name, False, None):
+        assert "the loss is one between samples" in told and is_equal(state, model().state_dict())
+
+
+@pytest.mark.parametrize("name", [*CHOOSING_WITHIN, *FUSED])
+@pytest.mark.parametrize(("ranks", "count"), [(2, None), (2, 4), (1, 8)])
+def test_a_choice_within_samples_and_a_fused_loss_under_a_factor_are_exact(
+    name: str, ranks: int, count: int | None
+) -> None:
+    truth = plain(lambda given: (CHOOSING_WITHIN | FUSED)[name](given(batch()[0]), batch()[2]))
+    for told, state in run_world(trained_on, ranks, name, False, count):
+        assert told == "" and is_equal(state, truth)
