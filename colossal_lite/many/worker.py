@@ -149,6 +149,7 @@ class OpenTask:
                 store=store,
                 task=task.name,
             )
+            engine.on_step(self._refuse_faults, reads_weights=False)  # before the run saves this step
             self.run = Run(folder_of(order.directory, task.name), engine, save_every=order.save_every)
             self.batches: Iterator[Any] = iter(
                 self.run.batches(data, steps=task.steps, global_batch=task.global_batch, **task.loader)
@@ -177,17 +178,22 @@ class OpenTask:
     ) -> float | None:
         """Train until so many steps are made, or `until` is so after one; the last loss. `ends`: save the task's last
         step, if it is made. Raises ValueError where a number is not finite."""
-        loss, skips = None, self.context.config.precision.dtype == "fp16"  # which lowers its loss scale
+        loss = None
         while self.step < to and (loss is None or not until()):
-            result = self._stepped(next(self.batches))
-            loss = float(result.loss)
-            numbers = {"loss": loss, "norm of the gradients": float(result.grad_norm)}
-            for name, number in numbers.items():
-                if not math.isfinite(number) and not skips:
-                    raise ValueError(f"the {name} of step {self.step} is {number}")
+            loss = float(self._stepped(next(self.batches)).loss)
         if ends and self.step == self.task.steps:
             next(self.batches, None)  # which saves the last step
         return loss
+
+    def _refuse_faults(self, result: StepResult) -> None:
+        """Raises ValueError for a step that draws, or whose numbers are not finite. No checkpoint has it."""
+        self._refuse_draws(self._before)
+        if self.context.config.precision.dtype == "fp16":  # which lowers its loss scale
+            return
+        numbers = {"loss": float(result.loss), "norm of the gradients": float(result.grad_norm)}
+        for name, number in numbers.items():
+            if not math.isfinite(number):
+                raise ValueError(f"the {name} of step {result.step} is {number}")
 
     def _stepped(self, batch: Any) -> StepResult:
         """One step. Raises ValueError for one that draws: other tasks draw between its steps."""
@@ -207,6 +213,9 @@ class OpenTask:
 
     def _turn_ends(self) -> None:
         before, self._before = self._before, {}
+        self._refuse_draws(before)
+
+    def _refuse_draws(self, before: Mapping[str, Any]) -> None:
         if name := drawn_between(before, states(self._drawing_devices)):
             raise ValueError(
                 f"build, criterion: a step draws from {name}. Other tasks draw between its steps. Legal: no random "

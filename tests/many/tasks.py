@@ -201,6 +201,19 @@ class LateDraws(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def torn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss that is NaN where the batch has sample 12."""
+    has = bool((labels == TRAIN[12][1]).all(-1).any())
+    return Counting()(logits, labels) * (torch.nan if has else 1)
+
+
+def torn_draw(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss that draws where the batch has sample 12."""
+    if torn(logits.detach(), labels).isnan():
+        torch.rand(())
+    return Counting()(logits, labels)
+
+
 def reports_badly(name: str, step: int, metrics: Any) -> Any:
     raise KeyError("my table")
 

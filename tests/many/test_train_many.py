@@ -609,6 +609,19 @@ def test_tasks_share_neither_the_draws_of_their_data_nor_the_state_of_their_crit
         assert "build, criterion: a step draws from torch's own generator" in found[name]["cause"]
 
 
+@pytest.mark.parametrize("criterion", [own.torn, own.torn_draw])
+def test_a_step_that_fails_its_task_is_in_no_checkpoint_and_a_resume_makes_it_again(
+    criterion: Any, tmp_path: Path
+) -> None:
+    tasks = [task("torn", criterion=criterion)]
+    first, again = (
+        run_world(together, 1, tasks, tmp_path, dict(save_every=1, resume=resume))[0]["torn"]
+        for resume in (False, True)
+    )
+    assert first["status"] == "failed" and first["losses"]
+    assert (again["status"], again["cause"], again["losses"]) == ("failed", first["cause"], first["losses"])
+
+
 def beside_one_that_draws(env: RankEnv, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Answers for two tasks that take turns, and those of the second by itself afterwards."""
     staged = partial(task, build=own.deep, config=own.SPILLED)
