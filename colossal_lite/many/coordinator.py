@@ -176,6 +176,8 @@ class Coordinator:
             state.step = saved_step(self.directory, name)
             if state.status == "stopped" and state.step < ends[name]:
                 state.status, state.ends_at = "open", ends[name]
+            if state.status == "done" and state.step < ends[name]:  # its last checkpoint is gone, or torn
+                state.status, state.held_out = "open", None
             rows = losses_of(self.directory, name)
             state.loss = rows[min(state.step, len(rows)) - 1] if rows and state.step else None
 

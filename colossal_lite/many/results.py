@@ -94,7 +94,9 @@ class ManyResult:
 
 
 def last_tenth(losses: Sequence[float]) -> float:
-    return fmean(losses[-max(1, len(losses) // 10) :]) if losses else math.nan
+    """The mean of those that are numbers; NaN if none is. A step without a label has none."""
+    found = [loss for loss in losses[-max(1, len(losses) // 10) :] if not math.isnan(loss)]
+    return fmean(found) if found else math.nan
 
 
 def losses_of(directory: Path, task: str) -> list[float]:

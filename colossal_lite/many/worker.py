@@ -188,7 +188,8 @@ class OpenTask:
     def _refuse_faults(self, result: StepResult) -> None:
         """Raises ValueError for a step that draws, or whose numbers are not finite. No checkpoint has it."""
         self._refuse_draws(self._before)
-        if self.context.config.precision.dtype == "fp16":  # which lowers its loss scale
+        scales = self.context.config.precision.dtype == "fp16"  # and a step lowers its scale
+        if scales or (result.skipped and not result.tokens):  # which has changed nothing, as alone
             return
         numbers = {"loss": float(result.loss), "norm of the gradients": float(result.grad_norm)}
         for name, number in numbers.items():

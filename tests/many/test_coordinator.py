@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import defaultdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from colossal_lite.many.build_timetable import QUANTA
 from colossal_lite.many.coordinator import Coordinator
 from colossal_lite.many.journal import stop_fault
 from colossal_lite.many.policies import POLICIES
+from colossal_lite.many.results import last_tenth
 
 LOST = "CommError: rank 1 has ended"
 
@@ -400,6 +402,20 @@ def test_a_stopped_task_that_a_kill_left_without_its_last_step_trains_to_it_agai
             name="a", status="stopped", cause="not among the best 1 of 2 at step 6", held_out=None, step=6
         )
         asks.close()
+
+
+def test_a_done_task_whose_last_checkpoint_is_gone_trains_again(tmp_path: Path) -> None:
+    row = dict(decision="done", task="a", step=100, cause="", held_out=1.0)
+    (tmp_path / "journal.jsonl").write_text(json.dumps(row) + "\n")
+    asks, sent = of_one(tmp_path, 100)
+    assert asks.rows()[0] == dict(name="a", status="open", cause="", held_out=None, step=0)
+    assert sent[0]["do"] == "run"
+    asks.close()
+
+
+def test_a_step_without_a_label_is_left_out_of_the_loss_that_tasks_are_compared_by() -> None:
+    assert last_tenth([9.0] * 18 + [2.0, math.nan]) == 2.0
+    assert math.isnan(last_tenth([9.0] * 9 + [math.nan]))
 
 
 @pytest.mark.parametrize("loss", [0.5, 2.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -620,6 +621,22 @@ def test_a_step_that_fails_its_task_is_in_no_checkpoint_and_a_resume_makes_it_ag
     )
     assert first["status"] == "failed" and first["losses"]
     assert (again["status"], again["cause"], again["losses"]) == ("failed", first["cause"], first["losses"])
+
+
+def test_a_batch_without_a_label_changes_nothing_and_fails_no_task(tmp_path: Path) -> None:
+    tasks = [cl.Task("sparse", own.gpt, data=own.partly_labelled, steps=8, global_batch=1)]
+    found = run_world(together, 1, tasks, tmp_path / "many", {})[0]["sparse"]
+    losses = run_world(of_sparse, 1, tmp_path / "alone")[0]
+    assert found["status"] == "done", found["cause"]
+    assert any(map(math.isnan, losses))
+    assert [math.isnan(x) or x for x in found["losses"]] == [math.isnan(x) or x for x in losses]
+
+
+def of_sparse(env: RankEnv, folder: Path) -> list[float]:
+    with env.launch(CONFIG) as context:
+        run = cl.Run(folder, cl.initialize(own.gpt, context=context))
+        batches = run.batches(own.partly_labelled(), steps=8, global_batch=1)
+        return [float(run.step(batch).loss) for batch in batches]
 
 
 def beside_one_that_draws(env: RankEnv, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
