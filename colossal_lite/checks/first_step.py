@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossal_lite.checks.model_structure import check_compiled
 from colossal_lite.checks.rank_comparison import splits
 from colossal_lite.config.config import Config
 from colossal_lite.distributed.communicator import CommError
@@ -35,7 +34,6 @@ class FirstStep:
         self.is_open = True
         self._model, self._devices = model, [device] if device.type == "cuda" else []
         self._splits, self._recomputes = splits(config), config.activation_checkpoint
-        self._tensor = config.parallel.tensor.size
         self._seen: dict[int, list[Numbers]] = {}
         """Of each stage: before its first forward, and after each."""
         self._changed: set[str] = set()
@@ -47,8 +45,6 @@ class FirstStep:
 
         Raises ValueError if the forward has drawn from a global generator. And for a number that it counts with, where
         micro-batches make several forwards."""
-        if self.is_open:
-            check_compiled(self._model, self._tensor)
         if not (self.is_open and self._model.training):
             yield
             return

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.numerics.torch_modes import storage_of
+from colossal_lite.transforms.compiled_units import compiled_units, is_compiled
 from colossal_lite.transforms.module_modes import is_set_by_hand, modes_of
 
 OTHER_ENGINES = ("FullyShardedDataParallel", "DeepSpeedEngine")
@@ -38,6 +39,7 @@ class ModelStructure:
         self._places = [members for _, members in self._members]
         self._kept = [[*members.values()] for members in self._places]  # no other object gets their ids
         self._ids = self._found()
+        self._compiled = compiled_units(model)
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._has_own_train = any(
             getattr(m.train, "__func__", None) is not nn.Module.train for m in self._modules.values()
@@ -57,6 +59,17 @@ class ModelStructure:
         if any(parameter.requires_grad for parameter in self._frozen):
             return "a parameter requires a gradient now that did not"
         return None
+
+    def check_compiled(self, what: str, tensor: int) -> None:
+        """Raises ValueError for a module that was compiled since. The compiler would trace its hooks: it takes minutes,
+        or fails. `tensor`: ranks that share its layers."""
+        for name, module in self._modules.items():
+            if is_compiled(module) and module not in self._compiled:
+                check_compiled(self._modules[""], tensor)
+                raise ValueError(
+                    f"{what}: {name or 'the model'} ({type(module).__name__}) was compiled since the engine was made, "
+                    f"whose hooks of weights would be compiled too. Legal: the same compilation before cl.initialize"
+                )
 
     def train(self) -> None:
         """Set the model to training before a step. Modules that the user has set to evaluation since then stay so."""

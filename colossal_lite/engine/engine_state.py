@@ -244,13 +244,14 @@ class EngineState:
 
     def refuse_changed(self, what: str) -> None:
         """Raises ValueError if a parameter was changed in place, and the change will be lost. Also if the model has
-        other parameters."""
+        other parameters, or is compiled now."""
         if (told := self.structure.change()) is not None:
             raise ValueError(
                 f"{what}: {told} since the engine was made. It would not train; legal: changes of the model before "
                 f"cl.initialize, engine.load_full_state_dict, engine.close and a new engine"
             )
         config = self._context.config
+        self.structure.check_compiled(what, config.parallel.tensor.size)
         where = f"zero.stage={config.zero.stage}, precision.dtype={config.precision.dtype!r}"
         for chunk in (*self._chunks, *self._frozen):
             if name := chunk.lost_change():

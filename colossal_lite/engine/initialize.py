@@ -86,7 +86,7 @@ from colossal_lite.transforms.batch_statistics import (
     mark_synced,
 )
 from colossal_lite.transforms.compile import compile_blocks
-from colossal_lite.transforms.compiled_units import compiled_units
+from colossal_lite.transforms.compiled_units import compiled_units, leave_untraced
 from colossal_lite.transforms.key_cache import give_key_cache_back
 from colossal_lite.transforms.module_modes import modes_of, set_modes
 from colossal_lite.zero.budget_messages import Forecast, room_problems
@@ -395,6 +395,7 @@ def _swap_layers(
     apply_activation_checkpoint(module, config.activation_checkpoint, streams)
     if config.compile == "block":
         compile_blocks(blocks_of(module), context.device)
+    leave_untraced(compiled_units(module))
     set_modes(module, modes)
     return parallelized
 

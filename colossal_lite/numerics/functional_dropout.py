@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.overrides import TorchFunctionMode
 
 from colossal_lite.kernels import TORCH, dropped
@@ -32,6 +33,9 @@ DRAWING = (
     nn.MultiheadAttention, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
 _CALL = nn.Module._call_impl.__code__
+_ALONE = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+"""Of a mode's code, where uncompiled code calls it. Else torch.compile compiles it, and its guards take the device of a
+tensor for its shape."""
 _SELU_LIMIT = (
     -1.7580993408473766
 )  # -scale * alpha of selu: the value that alpha dropout gives a dropped element
@@ -59,6 +63,8 @@ class FunctionalDropout(TorchFunctionMode):
         if counted is None:
             return func(*args, **(kwargs or {}))
         return counted(self, *args, **(kwargs or {}))
+
+    eval_frame.set_code_exec_strategy(__torch_function__.__code__, _ALONE)
 
     def drop(self, x: Tensor, p: float) -> Tensor:
         """x with elements dropped, the others divided by 1 - p."""

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from colossal_lite.config.errors import ConfigError, Problem
-from colossal_lite.kernels import Dropout
-from colossal_lite.transforms.auxiliary_loss import AuxiliaryLoss
 
 
 def compile_blocks(blocks: Mapping[str, nn.Module], device: torch.device) -> None:
@@ -35,9 +33,6 @@ def compile_blocks(blocks: Mapping[str, nn.Module], device: torch.device) -> Non
         legal = "'none', or a C++ compiler on the PATH (CPU), Triton (CUDA)"
         raise ConfigError([Problem("compile", "block", rule, legal)]) from error
     for block in blocks.values():
-        for child in block.modules():
-            if isinstance(child, Dropout | AuxiliaryLoss):
-                child.forward = torch.compiler.disable(child.forward)  # type: ignore[method-assign]
         block.compile()
 
 

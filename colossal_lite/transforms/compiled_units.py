@@ -8,14 +8,18 @@ code calls such a module by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from colossal_lite.kernels import Dropout
+from colossal_lite.transforms.auxiliary_loss import AuxiliaryLoss
+
 Hook = Callable[..., Any]
+_UNTRACED = "Python counts its masks or losses. Legal: torch.compile without fullgraph, or dropouts of p=0"
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -37,6 +41,15 @@ def compiled_units(module: nn.Module) -> dict[nn.Module, bool]:
         else:
             left += owner.children()
     return found
+
+
+def leave_untraced(modules: Iterable[nn.Module]) -> None:
+    """Have torch.compile leave out those of these modules whose counters are Python's."""
+    for module in modules:
+        counts = isinstance(module, AuxiliaryLoss) or (isinstance(module, Dropout) and module.p > 0)
+        if counts and not hasattr(module.forward, "_torchdynamo_disable"):
+            untraced = torch.compiler.disable(module.forward, reason=_UNTRACED)
+            module.forward = untraced
 
 
 @dataclass

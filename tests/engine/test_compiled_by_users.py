@@ -234,3 +234,57 @@ def left_of_an_engine(env: RankEnv) -> tuple[list[bool], bool]:
 
 def test_a_compiled_module_has_its_own_call_again_after_the_engine_and_holds_nothing_of_it() -> None:
     assert run_world(left_of_an_engine, 2) == [([True, True], True)] * 2
+
+
+class Dropping(Block):
+    """A block with dropouts of both kinds, which reads a shape and a device behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.drop(super().forward(x)), 0.3, self.training)
+        return x + torch.arange(x.shape[1], device=x.device)[:, None] / 8
+
+
+def losses_with_dropout(env: RankEnv, how: str, stage: int) -> list[float]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = Words()
+    model.blocks = nn.ModuleList(Dropping() for _ in range(2))
+    with env.launch(CONFIG | dict(zero=dict(stage=stage))) as context:
+        engine = cl.initialize(compiled(model, how), context=context)
+        rows = slice(env.rank * 4 // env.world_size, (env.rank + 1) * 4 // env.world_size)
+        return [float(engine.train_step(tuple(x[rows] for x in batch(step))).loss) for step in range(3)]
+
+
+@pytest.mark.parametrize("how", ["the model in place", "a block in place", "a forward"])
+def test_dropouts_in_a_compiled_module_have_the_masks_of_the_plain_model(how: str) -> None:
+    plain = run_world(losses_with_dropout, 1, "as it is", 0)[0]
+    assert run_world(losses_with_dropout, 1, how, 0)[0] == pytest.approx(plain, abs=1e-12)
+    for found in run_world(losses_with_dropout, 2, how, 3):
+        assert found == pytest.approx(plain, abs=1e-12)
+
+
+def compiled_late(env: RankEnv, how: str, stage: int) -> list[str]:
+    """What refuses a model that is compiled between two steps, in a step and in an evaluation."""
+    torch.manual_seed(0)
+    with env.launch(CONFIG | dict(zero=dict(stage=stage))) as context:
+        engine = cl.initialize(Words(), context=context)
+        rows = slice(env.rank * 4 // env.world_size, (env.rank + 1) * 4 // env.world_size)
+        part = tuple(x[rows] for x in batch(0))
+        engine.train_step(part)
+        compiled(engine.model, how)
+        calls = (lambda: engine.train_step(part), lambda: engine(part[0]), lambda: engine.eval_step(part))
+        return [told_of(call) for call in calls]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("how", ["the model in place", "a block in place", "a forward"])
+def test_a_module_that_is_compiled_after_the_engine_is_refused_by_name(how: str, stage: int) -> None:
+    name = "the model (Words)" if how == "the model in place" else "blocks.1 (Block)"
+    for told in run_world(compiled_late, 2, how, stage):
+        for each in told:
+            assert f"{name} was compiled since the engine was made" in each
+            assert "Legal: the same compilation before cl.initialize" in each
