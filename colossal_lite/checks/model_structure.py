@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.numerics.torch_modes import storage_of
-from colossal_lite.transforms.compiled_units import compiled_units, is_compiled
+from colossal_lite.transforms.compiled_units import SET_BY_COMPILING, compiled_units, is_compiled
 from colossal_lite.transforms.module_modes import is_set_by_hand, modes_of
 
 OTHER_ENGINES = ("FullyShardedDataParallel", "DeepSpeedEngine")
@@ -64,7 +64,9 @@ class ModelStructure:
         """Raises ValueError for a module that was compiled since. The compiler would trace its hooks: it takes minutes,
         or fails. `tensor`: ranks that share its layers."""
         for name, module in self._modules.items():
-            if is_compiled(module) and module not in self._compiled:
+            if SET_BY_COMPILING.isdisjoint(vars(module)) or module in self._compiled:
+                continue
+            if is_compiled(module):
                 check_compiled(self._modules[""], tensor)
                 raise ValueError(
                     f"{what}: {name or 'the model'} ({type(module).__name__}) was compiled since the engine was made, "

@@ -22,6 +22,10 @@ Hook = Callable[..., Any]
 _UNTRACED = "Python counts its masks or losses. Legal: torch.compile without fullgraph, or dropouts of p=0"
 
 
+SET_BY_COMPILING = frozenset(["_compiled_call_impl", "dynamo_ctx", "forward"])
+"""One of these a module has as an attribute of its own once it is compiled."""
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of it runs compiled code: `torch.compile(module)`, `module.compile()`, or a compiled forward."""
     if module._compiled_call_impl is not None or "dynamo_ctx" in vars(module):
