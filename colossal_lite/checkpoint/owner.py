@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from colossal_lite.config.whole_file import write_whole
+
 OWNER = "owner.json"
 BEAT_S = 5.0
 STALE_S = 30.0
@@ -210,9 +212,7 @@ def _take_over(path: Path, dead: Owner, mine: Owner) -> Owner | None:
             return None
         before = (*dead.before, dead.run)[-KEPT_IDS:]
         heir = Owner(mine.run, mine.host, mine.machine, mine.pid, mine.started, before)
-        part = path.with_name(f".{OWNER}-{mine.run}")
-        part.write_bytes(heir.encode())
-        os.replace(part, path)
+        write_whole(path, heir.encode().decode(), by=mine.run)
         return heir
 
 

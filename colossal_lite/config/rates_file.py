@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from colossal_lite.config.memory_schema import NEEDED, RatesConfig
+from colossal_lite.config.whole_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -61,4 +62,8 @@ def write_rates(path: Path, found: RatesFile, measured: Mapping[str, Any]) -> No
         "rates": found.rates.model_dump(exclude_none=True), "measured": dict(measured),
     }  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=2) + "\n"
+    if path.is_file() or not path.exists():
+        write_whole(path, text)
+    else:  # a pipe or a device
+        path.write_text(text, encoding="utf-8")

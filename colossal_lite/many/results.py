@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from colossal_lite.config.whole_file import write_whole
 from colossal_lite.many.jobs import Job
 from colossal_lite.many.timetable import Action, Simulation, Span, summary
 from colossal_lite.many.timetable_drawing import svg, trace
@@ -218,14 +218,3 @@ def number(value: float | None) -> str:
     return (
         "-" if value is None or math.isnan(value) else f"{value:.4f}" if abs(value) < 1e6 else f"{value:.3g}"
     )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole, or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise

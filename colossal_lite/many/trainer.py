@@ -12,6 +12,7 @@ from typing import Any
 
 from colossal_lite.checkpoint.files import folder_given
 from colossal_lite.checkpoint.owner import FolderClaims
+from colossal_lite.config.whole_file import write_whole
 from colossal_lite.engine.context import Context
 from colossal_lite.engine.stopping import STOPPED, Stopped
 from colossal_lite.many.build_timetable import Quantum
@@ -30,7 +31,7 @@ from colossal_lite.many.fingerprint import fingerprint
 from colossal_lite.many.journal import JOURNAL, stop_fault
 from colossal_lite.many.live_table import LiveTable
 from colossal_lite.many.policies import PolicyName
-from colossal_lite.many.results import TASKS, ManyResult, read_result, write_result, write_whole
+from colossal_lite.many.results import TASKS, ManyResult, read_result, write_result
 from colossal_lite.many.task import Halving, Task, check
 from colossal_lite.many.worker import Launch, Order
 from colossal_lite.memory.frozen_records import FrozenHandle, FrozenRecords

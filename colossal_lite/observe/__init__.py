@@ -1,4 +1,4 @@
 """Logs steps, measures memory, draws timelines and computes shapes on the meta device.
 
-May import: schedule, numerics.  Read first: `run_log`.
+May import: schedule, config, numerics.  Read first: `run_log`.
 """

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from colossal_lite.config.whole_file import write_whole
+
 
 @dataclass
 class DroppedRows:
@@ -42,9 +44,7 @@ class JsonLines:
 
     def __init__(self, path: Path, keep_step: int = 0) -> None:
         kept = list(_rows_up_to(path, keep_step)) if keep_step and path.exists() else []
-        part = path.with_name(f".{path.name}.part")
-        part.write_text("".join(kept), encoding="utf-8")
-        os.replace(part, path)  # a kill here loses no row
+        write_whole(path, "".join(kept))  # a kill here loses no row
         self._file = path.open("ab", buffering=0)
 
     def write(self, row: Any) -> None:

@@ -8,7 +8,6 @@ missing, the page says which call writes it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,6 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from colossal_lite.config.whole_file import write_whole
 from colossal_lite.observe.memory_timeline import MemoryTimeline
 from colossal_lite.observe.schedule_report import ScheduleReport
 from colossal_lite.observe.svg import PALETTE, Scale, curve, drawing, legend, x_axis, y_axis
@@ -87,9 +87,7 @@ def _parsed(path: Path, text: str, number: int) -> dict[str, Any]:
 def write_report(folder: Path) -> Path:
     """Make report.html in the folder of a run; its path. Raises ValueError for a folder without the rows of a run."""
     path = folder / REPORT
-    part = folder / f".{REPORT}.part"
-    part.write_text(report(folder), encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, report(folder))
     return path
 
 

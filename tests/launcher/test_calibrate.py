@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +14,8 @@ import pytest
 import torch
 
 from colossal_lite.config.config import Config, ConfigError
-from colossal_lite.config.rates_file import default_file, read_rates
+from colossal_lite.config.memory_schema import RatesConfig
+from colossal_lite.config.rates_file import RatesFile, default_file, read_rates, write_rates
 from colossal_lite.kernels import TORCH
 from colossal_lite.launcher.calibrate_command import CalibrateCommand
 from colossal_lite.memory.copy_streams import LinkSpeed
@@ -25,6 +29,28 @@ GOOD = dict(machine="a big one", made="2026-01-01", rates=dict(host_update=4e9, 
 def choice_of(rates: Any, **more: Any) -> UpdateChoice:
     config = Config.load({"memory": dict(placement="host", rates=rates) | more})
     return UpdateChoice(config, TORCH, CPU)
+
+
+def test_rates_that_a_full_disk_cuts_short_leave_the_old_file(tmp_path: Path) -> None:
+    path, real = tmp_path / "rates.json", Path.write_text
+    old = RatesFile("a big one", "2026-01-01", RatesConfig(host_update=4e9, device_update=1e11, up=10**9))
+    write_rates(path, old, {})
+
+    def half(where: Path, text: str, encoding: str) -> int:
+        real(where, text[: len(text) // 2], encoding)
+        raise OSError(errno.ENOSPC, "no space left on the device")
+
+    with patch.object(Path, "write_text", half), pytest.raises(OSError, match="no space left"):
+        write_rates(path, replace(old, made="2026-01-02"), {})
+    assert read_rates(path) == old and [*tmp_path.iterdir()] == [path]
+
+
+def test_rates_may_go_to_a_device(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with open(os.open(path, os.O_RDWR)) as pipe:
+        write_rates(path, RatesFile("a big one", "2026-01-01", RatesConfig()), {"up": 1})
+        assert path.is_fifo() and pipe.readline() == "{\n"
 
 
 def test_the_command_writes_a_file_that_a_run_reads_and_says_what_the_link_is(
