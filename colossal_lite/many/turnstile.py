@@ -2,7 +2,7 @@
 
 Note: who is next is no matter of time.  Thread i runs until it calls `turn(i)`.  Then the next thread runs, in the
 order of their numbers.  One that has ended is left out.  So the order is the same in every run, and tasks whose lists
-have turns alike run by the merged list of schedule/abreast.py.
+have turns alike run abreast (schedule/abreast.py).
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.memory.disk_layout import PAGE_BYTES, DiskBlock, FileLayout
-from colossal_lite.memory.pinned import pages
+from colossal_lite.memory.pinned import host_pages
 
 THREADS = 4
 GRACE_S = 1.0
@@ -171,7 +171,7 @@ class DiskFile:
             return
         try:
             self._fds.append(os.open(self.path, os.O_RDWR | DIRECT | os.O_CLOEXEC))
-            page = pages(PAGE_BYTES, torch.device("cpu")).numpy().data
+            page = host_pages(PAGE_BYTES, torch.device("cpu")).numpy().data
             os.pwritev(self._fds[1], [page], 0)
             os.preadv(self._fds[1], [page], 0)
         except OSError as error:

@@ -52,20 +52,15 @@ def host_room(numel: int, dtype: torch.dtype, beside: torch.device) -> Tensor:
 
 
 def host_pages(size_bytes: int, beside: torch.device) -> Tensor:
-    """As `host_room`, uint8, aligned to a page."""
-    room = pages(size_bytes, torch.device("meta" if beside.type == "meta" else "cpu"))
-    if beside.type != "cuda" or not size_bytes:
+    """As `host_room`, uint8 [size_bytes] that begin on a page; no other tensor is on its last page. The storage begins
+    there too: torch asks for its first byte when it decides whether memory is pinned."""
+    if beside.type == "meta" or not size_bytes:
+        return torch.zeros(size_bytes, dtype=torch.uint8, device="meta" if beside.type == "meta" else "cpu")
+    room = mapped(whole_pages(size_bytes))[:size_bytes]
+    if beside.type != "cuda":
         return room
     make_pages(room)
     return locked(room, torch.cuda.cudart(), beside)
-
-
-def pages(size_bytes: int, device: torch.device) -> Tensor:
-    """Zeros uint8 [size_bytes] that begin on a page; no other tensor is on its last page. The storage begins there too:
-    torch asks for its first byte when it decides whether memory is pinned."""
-    if device.type != "cpu" or not size_bytes:
-        return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    return mapped(whole_pages(size_bytes))[:size_bytes]
 
 
 def mapped(size_bytes: int) -> Tensor:
@@ -78,8 +73,8 @@ def mapped(size_bytes: int) -> Tensor:
 
 
 def locked(room: Tensor, runtime: Any, beside: torch.device) -> Tensor:
-    """`room` of `pages`, its pages locked by CUDA's `runtime` until they are freed. Where that fails, a copy in torch's
-    pinned memory."""
+    """`room`, its pages locked by CUDA's `runtime` until they are freed. Where that fails, a copy in torch's pinned
+    memory."""
     error = lock(room, runtime)
     if error == 0:
         return room

@@ -145,10 +145,9 @@ class HostUpdates:
         chunk, crossing = self._chunks[index], self.crossings[index]
         numel, before = chunk.local_shard.numel(), [*after]
         gradient, weights = chunk.gradient, chunk.local_shard
-        took: list[Tensor] = []
         if ChunkPart.GRADIENT in crossing.down:
-            slot, came = self._came.pop((index, ChunkPart.GRADIENT))
-            gradient, took = slot[:numel], [slot]
+            taken, came = self._came.pop((index, ChunkPart.GRADIENT))
+            gradient = taken[:numel]
             before.append(came)
         if crossing.up:
             if ChunkPart.WEIGHTS in crossing.down:
@@ -161,8 +160,8 @@ class HostUpdates:
         part = _part_of(chunk, weights, words, gradient)
         work = partial(_run, part, job, is_whole=is_whole)
         done = self.updates_link.run(work, 0, after=before, then=then)
-        for slot_of_gradient in took:
-            self._gradients.give(slot_of_gradient, done)
+        if ChunkPart.GRADIENT in crossing.down:
+            self._gradients.give(taken, done)
         if crossing.up:
             self._made[index] = slot, done
         self._coming[index] = done

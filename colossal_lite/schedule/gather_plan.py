@@ -105,7 +105,7 @@ class GatherPlan:
         last = steps[-1].resident if steps else {}
         return (
             *(a for step in steps for a in step.actions),
-            *(_action(ActionKind.RESHARD, c) for c in sorted(last)),
+            *(chunk_action(ActionKind.RESHARD, c) for c in sorted(last)),
         )
 
     def gathers(self, *, near: bool | None = None) -> Mapping[int, int]:
@@ -170,11 +170,13 @@ def gather_plan(
     before: Mapping[int, int] = {}
     launched = 0
     for m, (moment, after) in enumerate(zip(moments, places, strict=True)):
-        actions = [_action(ActionKind.REDUCE, num_chunks - 1 - n) for n in range(launched, moment.launched)]
-        actions += [_action(ActionKind.RESHARD, c) for c in before if c not in after]
-        actions += [_action(ActionKind.FETCH, c) for c in after if c not in before and c in on_host]
+        actions = [
+            chunk_action(ActionKind.REDUCE, num_chunks - 1 - n) for n in range(launched, moment.launched)
+        ]
+        actions += [chunk_action(ActionKind.RESHARD, c) for c in before if c not in after]
+        actions += [chunk_action(ActionKind.FETCH, c) for c in after if c not in before and c in on_host]
         actions += [
-            _action(ActionKind.UNSHARD, c, FROM_NEAR if c in kept and m != first[c] else "")
+            chunk_action(ActionKind.UNSHARD, c, FROM_NEAR if c in kept and m != first[c] else "")
             for c in after
             if (c, m) in gathers
         ]
@@ -199,7 +201,8 @@ def parts_behind(slots_numel: int, again: set[int], parts: Mapping[int, int]) ->
     return kept, arena_numel
 
 
-def _action(kind: ActionKind, chunk: int, resource: str = "") -> Action:
+def chunk_action(kind: ActionKind, chunk: int, resource: str = "") -> Action:
+    """Of a list without stages."""
     return Action(kind, stage=0, chunk=chunk, resource=resource)
 
 

@@ -106,8 +106,7 @@ ARENA_ALIGN_BYTES = 128  # of buffers beside other kinds: for views of any dtype
 @dataclass(frozen=True)
 class LiveRange:
     """A buffer of kind `what` and a number that exists from moment `start` to moment `stop`, both included. In the
-    moments of `gap` another buffer has its bytes. `is_kept`: it lasts from one step to the next, so it begins when
-    the gap ends."""
+    moments of `gap` another buffer has its bytes."""
 
     what: str
     number: int
@@ -115,12 +114,6 @@ class LiveRange:
     stop: int
     bytes: int
     gap: range = range(0)
-    is_kept: bool = False
-
-    @property
-    def comes(self) -> int:
-        """The moment in which it begins."""
-        return self.gap.stop if self.is_kept else self.start
 
     def sized(self, align_bytes: int) -> LiveInterval:
         """The same as an interval, its bytes rounded up to a multiple of `align_bytes`."""
@@ -140,13 +133,6 @@ class ArenaPlan:
     def sized(self, live_range: LiveRange) -> int:
         """Bytes of a live range in `held_bytes`."""
         return round_up(live_range.bytes, self.align_bytes)
-
-    def __str__(self) -> str:
-        lines = [
-            f"{one.what:<9} {one.number:>5}  moments {one.start:>5} to {one.stop:<5} {offset:>14,} + {one.bytes:,}"
-            for one, offset in zip(self.live_ranges, self.offsets, strict=True)
-        ]
-        return "\n".join([*lines, f"arena {self.bytes:,}, held at once {self.held_bytes:,}"])
 
 
 def pack_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_ALIGN_BYTES) -> ArenaPlan:

@@ -35,7 +35,7 @@ from functools import partial
 from itertools import count, takewhile, zip_longest
 from typing import Any
 
-from colossal_lite.schedule.gather_plan import residents
+from colossal_lite.schedule.gather_plan import chunk_action, residents
 from colossal_lite.schedule.interval_packing import most_at_once
 from colossal_lite.schedule.plan import COMPUTE, CPU, DISK, Action, ActionKind, Memory, Plan
 
@@ -120,23 +120,23 @@ def update_plan(
         turns = _turns(chunk, places, ahead)
         for fetched, turn in zip_longest(_next(chunk, ahead, num_chunks), turns):
             reads = () if turn is None else _next(turn, below, len(there))
-            actions += [_action(ActionKind.FETCH, there[place], DISK) for place in reads]
+            actions += [chunk_action(ActionKind.FETCH, there[place], DISK) for place in reads]
             if fetched is not None and fetched not in on_host:
                 copied: tuple[ChunkPart, ...] = (ChunkPart.RECORD, *streamed.get(fetched, Streaming()).up)
-                actions += [_action(ActionKind.FETCH, part.of(fetched, num_chunks)) for part in copied]
+                actions += [chunk_action(ActionKind.FETCH, part.of(fetched, num_chunks)) for part in copied]
         for coming in _next(chunk, ahead if ahead_down is None else ahead_down, num_chunks):
             if coming in on_host:
                 parts = [part for part in on_host[coming].down if not early or part is not ChunkPart.GRADIENT]
-                actions += [_action(ActionKind.EVICT, part.of(coming, num_chunks)) for part in parts]
-                actions.append(_action(ActionKind.UPDATE, coming, CPU))
+                actions += [chunk_action(ActionKind.EVICT, part.of(coming, num_chunks)) for part in parts]
+                actions.append(chunk_action(ActionKind.UPDATE, coming, CPU))
         if chunk in on_host:
             weights = ChunkPart.WEIGHTS.of(chunk, num_chunks)
-            actions += [_action(ActionKind.FETCH, weights)] if on_host[chunk].up else []
+            actions += [chunk_action(ActionKind.FETCH, weights)] if on_host[chunk].up else []
         else:
-            actions.append(_action(ActionKind.UPDATE, chunk))
+            actions.append(chunk_action(ActionKind.UPDATE, chunk))
             copied = (ChunkPart.RECORD, *streamed.get(chunk, Streaming()).down) if ahead is not None else ()
-            actions += [_action(ActionKind.EVICT, part.of(chunk, num_chunks)) for part in copied]
-        actions += [_action(ActionKind.EVICT, chunk, DISK)] if chunk in places else []
+            actions += [chunk_action(ActionKind.EVICT, part.of(chunk, num_chunks)) for part in copied]
+        actions += [chunk_action(ActionKind.EVICT, chunk, DISK)] if chunk in places else []
     return Plan((tuple(a for a in actions if _moves(a, num_chunks, moving)),))
 
 
@@ -244,7 +244,7 @@ class _Sums:
         kinds = dict.fromkeys(leave, ActionKind.EVICT)
         kinds |= dict.fromkeys(self.returning if is_last else (), ActionKind.FETCH)
         return [
-            [replace(_action(kinds[c], number(c)), stage=unit) for c in reversed(chunks) if c in kinds]
+            [replace(chunk_action(kinds[c], number(c)), stage=unit) for c in reversed(chunks) if c in kinds]
             for unit, chunks in enumerate(units)
         ]
 
@@ -362,7 +362,7 @@ def _gathers(
         seen.update(coming)
         found.append(
             [
-                replace(_action(kind, ChunkPart.GATHERED.of(c, num_chunks)), stage=unit_of[c])
+                replace(chunk_action(kind, ChunkPart.GATHERED.of(c, num_chunks)), stage=unit_of[c])
                 for kind, c in kinds
             ]
         )
@@ -517,7 +517,3 @@ def _next(chunk: int, ahead: int | None, num_chunks: int) -> range:
     if ahead is None:
         return range(0)
     return range(chunk + ahead if chunk else 0, min(chunk + ahead + 1, num_chunks))
-
-
-def _action(kind: ActionKind, chunk: int, resource: str = "") -> Action:
-    return Action(kind, stage=0, chunk=chunk, resource=resource)

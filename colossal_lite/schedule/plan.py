@@ -289,7 +289,6 @@ class Memory:
     - sizes_bytes, activation_bytes (for one F of a (task, stage)): 0 where left out
     - budget_bytes: for each tier, no limit where left out
     - reads, writes: chunks that UPDATE of a chunk reads and overwrites besides it, on the tier where it runs
-    - also: copies besides the one at home, before and after the plan
     - spent: gradients, which the UPDATE that reads them uses up on every tier
     - made: those of them that the backward of a (task, stage) makes on the device; the others are there at first
     - awaited: chunks that must have left the device before a FETCH or UPDATE of a chunk that has their place.
@@ -310,7 +309,6 @@ class Memory:
     budget_bytes: Mapping[str, int] = field(default_factory=dict)
     reads: Mapping[Chunk, tuple[Chunk, ...]] = field(default_factory=dict)
     writes: Mapping[Chunk, tuple[Chunk, ...]] = field(default_factory=dict)
-    also: frozenset[tuple[Chunk, str]] = frozenset()
     spent: frozenset[Chunk] = frozenset()
     made: Mapping[tuple[int, int], tuple[Chunk, ...]] = field(default_factory=dict)
     awaited: Mapping[tuple[ActionKind, tuple[int, int]], tuple[Chunk, ...]] = field(default_factory=dict)

@@ -32,13 +32,11 @@ class TierCopies:
         made = {chunk for of_stage in memory.made.values() for chunk in of_stage}
         for chunk in self.chunks:
             self.newest[chunk] = 0
-            for tier in self._resting(chunk) if chunk not in made else ():
+            if chunk not in made:
+                tier = memory.home[chunk]
                 self.version[chunk, tier] = 0
                 self.used[self._budget_of(chunk, tier)] += self._size_bytes(chunk)
         self.peak.update(self.used)
-
-    def _resting(self, chunk: Chunk) -> set[str]:
-        return {self.memory.home[chunk]} | {tier for other, tier in self.memory.also if other == chunk}
 
     def _budget_of(self, key: Key, tier: str) -> str:
         return self.memory.apart.get((key, tier), tier) if len(key) == 2 else tier
@@ -125,14 +123,14 @@ class TierCopies:
             self.drop(node, key, tier)
 
     def close(self, last: int) -> None:
-        """Check that at the end of the list each chunk is on its home tiers, in its newest version."""
+        """Check that at the end of the list each chunk is on its home tier, in its newest version."""
         tiers: defaultdict[Key, set[str]] = defaultdict(set)
         for key, tier in self.version:
             tiers[key].add(tier)
         for chunk in self.chunks:
             there = tiers[chunk]
             stale = {tier for tier in there if not self.fresh(chunk, tier)}
-            rests = set() if chunk in self.memory.spent else self._resting(chunk)
+            rests = set() if chunk in self.memory.spent else {self.memory.home[chunk]}
             if stale or there != rests:
                 now = ", ".join(sorted(f"{t} (stale)" if t in stale else t for t in there)) or "nowhere"
                 must = ", ".join(sorted(rests)) or "nowhere"

@@ -139,29 +139,6 @@ class ScheduleTimeline:
         whole = self.makespan_s * self.ranks
         return sum(self.idle_s(COMPUTE)) / whole if whole else 0.0
 
-    def live(self) -> tuple[int, ...]:
-        """The most activations (of one F each) that each rank holds, from F to the last I, W or B."""
-        ends: dict[tuple[object, ...], ActionSpan] = {}
-        for span in sorted(
-            (s for s in self.spans if s.action.kind in COMPUTE_KINDS), key=lambda s: s.start_s
-        ):
-            ends[_subject(span)] = span
-        peak, held = [0] * self.ranks, [0] * self.ranks
-        for span in sorted(
-            (s for s in self.spans if s.action.kind in COMPUTE_KINDS), key=lambda s: s.start_s
-        ):
-            if span.action.kind is ActionKind.F and ends[_subject(span)] is not span:
-                held[span.rank] += 1
-                peak[span.rank] = max(peak[span.rank], held[span.rank])
-            elif ends[_subject(span)] is span and span.action.kind is not ActionKind.F:
-                held[span.rank] -= 1
-        return tuple(peak)
-
-
-def _subject(span: ActionSpan) -> tuple[object, ...]:
-    action = span.action
-    return span.rank, action.task, action.stage, action.micro_batch, action.slice
-
 
 def simulate(
     plan: Plan | Reading,

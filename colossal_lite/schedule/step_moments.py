@@ -177,6 +177,4 @@ def shared_interval(
     if what is SharedInterval.LAST_SUMS:
         return LiveRange(what, chunk, complete, updated, size_bytes)
     begin = -2 * last - _moments_of_backward(last)
-    return LiveRange(
-        what, chunk, begin, UPDATES + last + 2, size_bytes, range(complete, updated), is_kept=True
-    )
+    return LiveRange(what, chunk, begin, UPDATES + last + 2, size_bytes, range(complete, updated))

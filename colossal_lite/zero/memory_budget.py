@@ -150,17 +150,19 @@ class MemoryBudget:
 
     def _alike(self, mine: Any) -> list[Any]:
         """What the ranks with this rank's stages say. Collective over all."""
+        return [told for coord, told in self._of_all([self._coord, mine]) if coord == self._coord]
+
+    def _of_all(self, mine: Any) -> list[Any]:
+        """What all ranks say. Collective."""
         with self._world.ledger.paused():
-            rows = self._world.gather_json([self._coord, mine])
-        return [told for coord, told in rows if coord == self._coord]
+            return self._world.gather_json(mine)
 
     def _raise(self, problems: Iterable[Problem]) -> None:
         """Refuse what any rank has found: stages differ. Collective over a pipeline; raises ConfigError on every
         rank."""
         found = list(problems)
         if self._is_staged:
-            with self._world.ledger.paused():
-                rows = self._world.gather_json([[p.path, p.value, p.rule, p.legal] for p in found])
+            rows = self._of_all([[p.path, p.value, p.rule, p.legal] for p in found])
             found = list(dict.fromkeys(Problem(*told) for row in rows for told in row))
         refuse(found)
 
@@ -213,8 +215,7 @@ class MemoryBudget:
         meter = self._new_meter()
         with meter:
             yield
-        with self._world.ledger.paused():
-            most = max(self._alike(meter.peak_bytes))
+        most = max(self._alike(meter.peak_bytes))
         admitted, self._admitted = self._admitted, [each for each in self._admitted if each[0]]
         self._refuse(self._placed(self._gathered_bytes(), most))
         self._admitted, self._evaluated_bytes = admitted, max(self._evaluated_bytes, most)
@@ -249,8 +250,7 @@ class MemoryBudget:
         `tokens`. Collective; raises ConfigError on every rank."""
         if self._memory.device_budget is None:
             return
-        with self._world.ledger.paused():
-            rows = self._world.gather_json([samples, dict(lengths)])
+        rows = self._of_all([samples, dict(lengths)])
         samples = max(held for held, _ in rows)
         lengths = {name: max(long.get(name, 0) for _, long in rows) for _, own in rows for name in own}
         if self._is_known(trains, samples, lengths):

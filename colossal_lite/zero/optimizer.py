@@ -23,7 +23,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, takewhile
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,16 +58,7 @@ from colossal_lite.schedule.step_moments import UPDATES
 from colossal_lite.schedule.update_mix import UpdateMix
 from colossal_lite.schedule.update_rates import UpdateBytes
 from colossal_lite.zero.optimizer_state import OptimizerState
-
-
-class Choice(Protocol):
-    """Decides the mix."""
-
-    def __call__(self, parts: Sequence[UpdateBytes], ids: Sequence[int]) -> UpdateMix:
-        """The mix of chunks with these bytes and these numbers in the whole model."""
-
-    def describe(self, parts: Sequence[UpdateBytes], mix: UpdateMix) -> None:
-        """Put this mix in words."""
+from colossal_lite.zero.update_choice import UpdateChoice
 
 
 @dataclass(frozen=True)
@@ -126,7 +116,7 @@ class ChunkOptimizer(OptimizerState):
 
     def __init__(
         self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
-        records: TaskRecords, choice: Choice, placement: str = "device", timeout_s: float = 600.0,
+        records: TaskRecords, choice: UpdateChoice, placement: str = "device", timeout_s: float = 600.0,
         speeds: LinkSpeeds = ALL_AS_THEY_COPY, open_file: OpenFile | None = None,
         seed: int = 0, backward: bool = False, host_room: int | None = None,
     ) -> None:  # fmt: skip
@@ -275,7 +265,7 @@ class ChunkOptimizer(OptimizerState):
         overwritten them. What the host updates shares no memory: it rests as it was."""
         index = self._index[chunk.spec.id]
         if self._is_on_host(index):
-            self._cancel(chunk)
+            self._tell_records(chunk, self._records.cancel)
             return
         self._brought(index, is_whole=False)
         if self.shards:
@@ -302,24 +292,16 @@ class ChunkOptimizer(OptimizerState):
         is_whole = sum(span.stop - span.start for span in spans) == chunk.local_shard.numel()
         updated = self.host_updates.update(
             index, words, lambda part: apply(part, parts, ops), after=before, is_whole=is_whole,
-            then=partial(self._commit, index),
+            then=partial(self._tell_records, chunk, self._records.commit),
         )  # fmt: skip
         storage.end_update(index, updated)
 
-    def _commit(self, index: int) -> None:
-        """An update on the host has written the state there: commit it."""
-        chunk = self._chunks[index]
+    def _tell_records(self, chunk: Chunk, how: Callable[[int, str], None]) -> None:
+        """Commit or cancel the update of a chunk on the host that `defer` has counted."""
         if self.tier_of(chunk) == "host":
-            self._records.commit(chunk.spec.id, OPTIMIZER)
+            how(chunk.spec.id, OPTIMIZER)
         if chunk.weights_at_rest is not None:
-            self._records.commit(chunk.spec.id, WEIGHTS)
-
-    def _cancel(self, chunk: Chunk) -> None:
-        """No update on the host runs that `defer` has counted."""
-        if self.tier_of(chunk) == "host":
-            self._records.cancel(chunk.spec.id, OPTIMIZER)
-        if chunk.weights_at_rest is not None:
-            self._records.cancel(chunk.spec.id, WEIGHTS)
+            how(chunk.spec.id, WEIGHTS)
 
     def _apply(
         self, index: int, spans: Sequence[Range], part: LocalShard, state: Mapping[str, Tensor], ops: Ops,

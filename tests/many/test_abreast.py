@@ -20,9 +20,8 @@ from colossal_lite.many.turnstile import Turnstile
 from colossal_lite.memory.frozen_records import FrozenRecord
 from colossal_lite.memory.frozen_slots import FrozenSlots
 from colossal_lite.memory.link import Transfer
-from colossal_lite.schedule.abreast import abreast, begins, memory_of, turns
-from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.plan import Action, ActionKind, Plan, PlanError, Shape
+from colossal_lite.schedule.abreast import begins
+from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.zero.stage_weights import StageGather
 from tests.memory.test_frozen_records import CASE, alone, assert_same, steps
 from tests.shared.parity import Case, start
@@ -195,61 +194,10 @@ def test_tasks_without_a_common_base_take_turns_stage_by_stage_with_their_own_bi
     assert order[: 3 * shortest] == [0, 1, 2] * shortest and {*order} == {0, 1, 2}
 
 
-# ---- the merged list ----
-
-
-def lists_of(env: RankEnv, cases: Sequence[Case]) -> Any:
-    """The list of a step of each task, the numbers of its frozen chunks, and what its stages read."""
-    found = []
-    for case in cases:
-        made = Together([case])
-        (engine,) = made.engines
-        [*steps(engine, replace(case, steps=1))]
-        built = engine._parts.built
-        reads = {
-            stage: [c.spec.id for c in (*built.chunks, *built.frozen) if stage in c.spec.key.stages]
-            for stage in range(4)
-        }
-        numbers = {chunk.spec.id: n for n, chunk in enumerate(built.frozen)}
-        found.append((weights_of(engine)._actions, numbers, reads))
-        made.close()
-    return found
-
-
-def test_the_merged_list_is_checked_and_fetches_each_shared_chunk_once_a_visit() -> None:
-    lists, shared, reads = zip(*run_world(lists_of, 1, LORA[:3])[0], strict=True)
-    plan = abreast(lists, shared)
-    memory = memory_of(reads, shared)
-    shapes = {task: Shape(4, 2, by_visit=True) for task in range(3)}
-    check(plan, shapes=shapes, memory=memory)
-    fetched = [
-        a.chunk
-        for a in plan[0]
-        if a.kind is ActionKind.FETCH and a.task == 0 and a.chunk in {*shared[0].values()}
-    ]
-    one = [shared[0][a.chunk] for a in lists[0] if a.kind is ActionKind.FETCH and a.chunk in shared[0]]
-    assert fetched == one
-    stages = [(a.task, a.stage) for a in plan[0] if a.kind is ActionKind.F and a.micro_batch == 0]
-    assert stages == [(task, stage) for stage in range(4) for task in range(3)]
-    first = next(i for i, a in enumerate(plan[0]) if a.kind is ActionKind.RESHARD and a.task == 0)
-    early = [*plan[0]]
-    early.insert(0, early.pop(first))
-    with pytest.raises(PlanError):
-        check(Plan((tuple(early),)), shapes=shapes, memory=memory)
-
-
-def test_lists_with_other_turns_are_refused() -> None:
+def test_a_turn_begins_with_each_group_of_fetches_and_gathers() -> None:
     words = "0FETCH#0 0UNSHARD#0 0F0 0RESHARD#0 1FETCH#1 1UNSHARD#1 1F0 1B0 1RESHARD#1"
-    one = [Action.parse(word) for word in words.split()]
-    assert [*begins(one)] == [True, False, False, True, False, False]
-    assert [len(turn) for turn in turns(one)] == [4, 5]
-    other = [Action.parse(word) for word in words.replace("1FETCH#1", "0F1 1FETCH#1").split()]
-    assert len(abreast([one, other], [{0: 0, 1: 1}] * 2)[0]) == 4 + 1 + 5 + 2 + 4 - 3
-    missing = [action for action in one if action.kind is not ActionKind.FETCH]
-    with pytest.raises(
-        ValueError, match="abreast: task 1 does not gather the shared chunks of task 0, turn by turn"
-    ):
-        abreast([one, missing], [{0: 0, 1: 1}] * 2)
+    actions = [Action.parse(word) for word in words.split()]
+    assert [*begins(actions)] == [True, False, False, True, False, False]
 
 
 # ---- what goes wrong ----

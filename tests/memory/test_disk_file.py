@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from colossal_lite.memory import disk_file
-from colossal_lite.memory.disk_file import DiskError, DiskFile, pages
+from colossal_lite.memory.disk_file import DiskError, DiskFile
 from colossal_lite.memory.disk_layout import PAGE_BYTES, FileLayout
+from colossal_lite.memory.pinned import host_pages
 
 LAYOUT = FileLayout((3 * PAGE_BYTES + 100, 0, 7 * PAGE_BYTES, 1), block_bytes=2 * PAGE_BYTES)
 CPU = torch.device("cpu")
@@ -42,13 +43,13 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
 
 def content(record: int, version: int = 0) -> Tensor:
-    out = pages(LAYOUT.padded_bytes(record), CPU)
+    out = host_pages(LAYOUT.padded_bytes(record), CPU)
     generator = torch.Generator().manual_seed(100 * version + record)
     return out.copy_(torch.randint(256, out.shape, generator=generator, dtype=torch.uint8))
 
 
 def read(file: DiskFile, record: int) -> Tensor:
-    target = pages(LAYOUT.padded_bytes(record), CPU).fill_(77)
+    target = host_pages(LAYOUT.padded_bytes(record), CPU).fill_(77)
     file.read(record, target)
     return target
 
@@ -259,10 +260,11 @@ import threading, torch
 from pathlib import Path
 from colossal_lite.memory import disk_file
 from colossal_lite.memory.disk_layout import FileLayout
+from colossal_lite.memory.pinned import host_pages
 disk_file._read_some = lambda *args: threading.Event().wait()
 file = disk_file.DiskFile(Path({str(tmp_path)!r}), FileLayout((5000,)), label="rank0", timeout_s=0.05)
 try:
-    file.read(0, disk_file.pages(8192, torch.device("cpu")))
+    file.read(0, host_pages(8192, torch.device("cpu")))
 except disk_file.DiskError as error:
     print(error)
 """

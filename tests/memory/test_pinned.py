@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from colossal_lite.memory.disk_layout import PAGE_BYTES
-from colossal_lite.memory.pinned import host_pages, host_room, locked, make_pages, pages, zeros_on
+from colossal_lite.memory.pinned import host_pages, host_room, locked, make_pages, zeros_on
 from colossal_lite.observe.memory_meter import AllocatedBytes, LiveBytes
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ class Runtime:
 
 def test_pages_are_locked_for_as_long_as_any_part_of_them_lives() -> None:
     runtime = Runtime()
-    rooms = [locked(pages(size, CPU), runtime, CPU) for size in (1, PAGE_BYTES, 3 * PAGE_BYTES + 5)]
+    rooms = [locked(host_pages(size, CPU), runtime, CPU) for size in (1, PAGE_BYTES, 3 * PAGE_BYTES + 5)]
     assert [room.numel() for room in rooms] == [1, PAGE_BYTES, 3 * PAGE_BYTES + 5]
     assert sorted(runtime.locked.values()) == [PAGE_BYTES, PAGE_BYTES, 4 * PAGE_BYTES]
     part = rooms[2][4:8].view(torch.float32)
@@ -50,7 +50,7 @@ def test_pages_are_locked_for_as_long_as_any_part_of_them_lives() -> None:
 
 
 def test_what_cannot_be_locked_is_a_pinned_copy_that_has_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    room, zeros = pages(2**20 + 1, CPU).fill_(7), torch.zeros
+    room, zeros = host_pages(2**20 + 1, CPU).fill_(7), torch.zeros
     pinned = list[torch.Tensor]()
 
     def made(*size: Any, pin_memory: bool, **more: Any) -> torch.Tensor:
@@ -64,7 +64,7 @@ def test_what_cannot_be_locked_is_a_pinned_copy_that_has_its_values(monkeypatch:
 
 
 def test_new_pages_are_made_and_stay_zeros() -> None:
-    room = pages(3 * PAGE_BYTES, CPU)
+    room = host_pages(3 * PAGE_BYTES, CPU)
     make_pages(room)
     assert not room.any()
 

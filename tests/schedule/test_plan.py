@@ -593,13 +593,3 @@ def test_two_models_with_one_device_take_turns_in_its_memory() -> None:
     assert check(lines(row), memory=memory).bytes[0]["device"] == 8
     early = "0FETCH#0 t1:0FETCH#0 0F0 0B0 0EVICT#0 t1:0F0 t1:0B0 t1:0EVICT#0"
     assert_refused(lines(early), "task 1 chunk 0: 14 bytes on the device, which has 8", memory=memory)
-
-
-def test_a_copy_beside_the_one_at_home_must_be_refreshed_before_the_next_step() -> None:
-    memory = Memory({(0, 0): "host"}, {(0, 0): ((0, 0),)}, also=frozenset({((0, 0), "device")}))
-    check(lines("0F0 0B0 0EVICT#0 0UPDATE#0@cpu 0FETCH#0"), memory=memory)
-    assert_refused(
-        lines("0F0 0B0 0UPDATE#0@cpu"),
-        r"ends on device \(stale\), host and must end on device, host",
-        memory=memory,
-    )

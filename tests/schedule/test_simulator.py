@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.pipeline_schedules import SCHEDULES, generate
 from colossal_lite.schedule.plan import COMPUTE, CPU, H2D, Action, ActionKind, Memory, Plan, PlanError
 from colossal_lite.schedule.schedule_drawing import grid
@@ -204,15 +203,7 @@ def test_the_simulator_refuses_what_the_checker_refuses() -> None:
         simulate(Plan.parse("0F0 0RECV_B0 0B0 0SEND_F0\n1RECV_F0 1F0 1B0 1SEND_B0"), UNIT)
 
 
-# Live activations and drawing ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_live_activations_of_the_times_are_those_of_the_lists(name: str) -> None:
-    plan = generate(name, 4, 6)
-    timeline = simulate(plan, StageCosts.uniform(len(plan.placement())))
-    assert timeline.live() == check(plan).live
-    assert simulate(plan.only(ActionKind.F), UNIT).live() == (0,) * 4
+# Drawing ----------------------------------------------------------------------------------------
 
 
 def test_the_grid_is_the_clock() -> None:

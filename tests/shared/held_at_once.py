@@ -17,6 +17,7 @@ from torch import Tensor
 from colossal_lite.memory.arena import Arena, ArenaAllocator, Key
 from colossal_lite.memory.link import Transfer
 from colossal_lite.schedule.interval_packing import LiveRange, pack_live_ranges
+from colossal_lite.schedule.step_moments import SharedInterval
 from colossal_lite.zero.weight_slots import ShardedWeights
 
 Taken = tuple[Tensor, tuple[Transfer, ...]]
@@ -68,8 +69,9 @@ class HeldAtOnce:
 def _is_beside(arena: Arena, leaving: LiveRange, come: LiveRange) -> bool:
     """Whether the plan still has `leaving` when `come` begins. In an arena of one kind the order may be the reverse."""
     is_of_one_kind = len({live_range.what for live_range in arena.plan.live_ranges}) == 1
-    last = come.stop if is_of_one_kind else come.comes
-    return leaving.start <= last and come.comes <= leaving.stop
+    is_kept = come.what == SharedInterval.WEIGHTS  # from one step to the next: they come when their gap ends
+    comes = come.gap.stop if is_kept else come.start
+    return leaving.start <= (come.stop if is_of_one_kind else comes) and comes <= leaving.stop
 
 
 def planned_at_once(places: ArenaAllocator) -> int:
