@@ -1,4 +1,4 @@
 """Chunks, arenas and tiers of memory, and every copy between them.
 
-May import: kernels, sharding, schedule, numerics, observe, distributed.  Read first: `chunk`.
+May import: kernels, sharding, schedule, config, numerics, observe, distributed.  Read first: `chunk`.
 """

@@ -34,6 +34,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.config.zero_stage import Sharding
 from colossal_lite.distributed.communicator import PendingCollective
 from colossal_lite.kernels import TORCH, split
 from colossal_lite.kernels.ops import Op
@@ -47,7 +48,7 @@ from colossal_lite.memory.pinned import make_pages, zeros_on
 from colossal_lite.memory.task_records import GRADIENTS, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import GradientOffloadBuffer, copied_to, copy_into, to_device
 from colossal_lite.memory.vector_gradients import VectorGradients, add_gradient
-from colossal_lite.memory.weight_chunk import Groups, Values, WeightChunk
+from colossal_lite.memory.weight_chunk import UNSHARDED, Groups, Values, WeightChunk
 from colossal_lite.numerics.precision import ChunkTypes
 
 
@@ -94,11 +95,7 @@ class Chunk(WeightChunk, LocalShard):
         types: ChunkTypes,
         device: torch.device,
         counted: Sequence[tuple[int, int]] | None = None,
-        shard_state: bool = False,
-        shard_value: bool = False,
-        by_micro_batch: bool = False,
-        frees_gradient_on_update: bool = False,
-        ordered: bool = False,
+        sharding: Sharding = UNSHARDED,
         staging: ArenaAllocator | None = None,
         received: ArenaAllocator | None = None,
         slot: int = 0,
@@ -108,26 +105,21 @@ class Chunk(WeightChunk, LocalShard):
     ) -> None:
         """`groups`: the ranks that sum its gradient. `counted`: the elements whose squares this rank adds to the
         norm; None is all. `staging` gives slots for gradients that are reduced by micro-batch, `received` slots for
-        the parts of other ranks. With `frees_gradient_on_update`, a sum is in its slot until `free_gradient`.
-        `on_host`: shards that can be offloaded are, to these records (offload/shard_streaming.py). `master_on_host`:
-        what masters have beside the weights is first filled there, for the optimizer that offloads it."""
-        super().__init__(
-            spec, groups, types=types, device=device, shard_state=shard_state, shard_value=shard_value,
-            on_host=on_host,
-        )  # fmt: skip
+        the parts of other ranks. `on_host`: shards that can be offloaded are, to these records
+        (offload/shard_streaming.py). `master_on_host`: what masters have beside the weights is first filled there, for
+        the optimizer that offloads it."""
+        super().__init__(spec, groups, types=types, device=device, sharding=sharding, on_host=on_host)
         shards, copies = groups.shards, groups.copies
         self.share = spec.shard(shards.size * copies.size, shards.coord * copies.size + copies.coord)
         """The elements that this rank counts in the norm, among all ranks that sum."""
-        self._scatterers = groups.scatterers(ordered=ordered)
-        self.scatters = (shard_state or ordered) and self._scatterers.size > 1
+        self._scatterers = groups.scatterers(ordered=sharding.ordered)
+        self.scatters = sharding.scatters and self._scatterers.size > 1
         self._scattered = (0, spec.numel)
         if self.scatters:
             self._scattered = spec.shard(self._scatterers.size, self._scatterers.coord)
-        self._sums_copies = self.scatters and not ordered and copies.size > 1
-        self.by_micro_batch, self.ordered = by_micro_batch, ordered
-        self.frees_gradient_on_update = frees_gradient_on_update
+        self._sums_copies = self.scatters and not sharding.ordered and copies.size > 1
         self._counted = tuple(counted) if counted is not None else ((0, spec.numel),)
-        self.staging, self.received = staging if by_micro_batch else None, received
+        self.staging, self.received = staging if sharding.by_micro_batch else None, received
         self._slot, self.square_sum = slot, square_sum
         # Masters that the optimizer offloads are never on the device all at once.
         self._make_masters(torch.device("cpu") if master_on_host and device.type != "meta" else device)
@@ -154,9 +146,9 @@ class Chunk(WeightChunk, LocalShard):
         """The host memory of `gradient`, if it is offloaded."""
         self.offload_buffer: GradientOffloadBuffer | None = None
         """Sends sums to the host."""
-        if self.frees_gradient_on_update:
+        if self.sharding.frees_gradient_on_update:
             self.gradient = zeros_on(device, 0, types.gradient)
-        elif self.by_micro_batch:
+        elif self.sharding.by_micro_batch:
             assert self.staging is not None
             rests = can_rest and self.owned == self._scattered
             self.gradient = self._room(GRADIENTS, length, types.gradient, rests=rests)
@@ -326,12 +318,12 @@ class Chunk(WeightChunk, LocalShard):
     @property
     def is_final_when_summed(self) -> bool:
         """Whether the last sum of a step is its gradient, with no sum over copies or gather behind it."""
-        return not self._sums_copies and not (self.by_micro_batch and self.owned != self._scattered)
+        return not self._sums_copies and not (self.sharding.by_micro_batch and self.owned != self._scattered)
 
     @property
     def takes_room(self) -> bool:
         """Whether a sum in flight has slots, for its own gradient or for the parts of other ranks."""
-        return self.scatters or self.by_micro_batch
+        return self.scatters or self.sharding.by_micro_batch
 
     def move(self, state: GradientState) -> None:
         assert (self.state, state) in LEGAL, (
@@ -384,7 +376,7 @@ class Chunk(WeightChunk, LocalShard):
         assert self._among_copies is None, f"chunk {self.spec.id}: its copies are summed already"
         self.move(GradientState.REDUCING)
         accumulating = self._zeros_where_absent()
-        if self.by_micro_batch:
+        if self.sharding.by_micro_batch:
             for start, stop in self._gaps():
                 accumulating[start:stop].zero_()
         if not self.scatters:
@@ -393,7 +385,10 @@ class Chunk(WeightChunk, LocalShard):
         if self.received is not None:
             self._scratch = self.received.take_now(self._slot)
         self._in_flight = self._scatterers.reduce_scatter_async(
-            accumulating, accumulating[slice(*self._scattered)], ordered=self.ordered, scratch=self._scratch
+            accumulating,
+            accumulating[slice(*self._scattered)],
+            ordered=self.sharding.ordered,
+            scratch=self._scratch,
         )
 
     def finish_reduce(self) -> None:
@@ -405,13 +400,13 @@ class Chunk(WeightChunk, LocalShard):
             assert self.received is not None
             self.received.give(self._slot)
             self._scratch = None
-        if self.frees_gradient_on_update:
+        if self.sharding.frees_gradient_on_update:
             # The order of all ranks may differ from that of the copies: then the full sum is gathered before a part is
             # owned.
             self.gradient = self._to_accumulate()
             if self.owned == self._scattered:
                 self.gradient = self.gradient[slice(*self.owned)]
-        elif self.by_micro_batch:
+        elif self.sharding.by_micro_batch:
             assert self.accumulating is not None
             if self._gradient_turns is not None and self._sums == 0:
                 self.gradient = self._gradient_turns.take_now(self._slot)
@@ -453,7 +448,7 @@ class Chunk(WeightChunk, LocalShard):
         """Finish the sums of all micro-batches of the step. Collective where ranks need the sums of others."""
         self.start_copies()
         self.settle()
-        if self.by_micro_batch and self.owned != self._scattered:
+        if self.sharding.by_micro_batch and self.owned != self._scattered:
             self._gather_sums()
         self.move(GradientState.REDUCED)
 
@@ -465,7 +460,7 @@ class Chunk(WeightChunk, LocalShard):
     def free_gradient(self, *last: Transfer) -> None:
         """Free the slot or the time-shared memory of the gradient, if it has one. Nothing reads it any more, or, of a
         slot, only these transfers."""
-        if self.frees_gradient_on_update:
+        if self.sharding.frees_gradient_on_update:
             self.gradient = self.gradient[:0]
             self._drop(*last)
         elif self._gradient_turns is not None and not self.gradient.is_meta:
@@ -490,13 +485,13 @@ class Chunk(WeightChunk, LocalShard):
 
     def squares(self) -> Tensor:
         """Sum of squares of this rank's share of the counted gradient elements, 0-d float64."""
-        assert self.state is GradientState.REDUCED and not self.ordered
+        assert self.state is GradientState.REDUCED and not self.sharding.ordered
         (squares,) = self._squares or self._squares_of(self.gradient)
         return squares
 
     def counted(self) -> list[Tensor] | None:
         """The elements whose squares are still to be summed, where they are on the device; else None."""
-        assert self.state is GradientState.REDUCED and not self.ordered
+        assert self.state is GradientState.REDUCED and not self.sharding.ordered
         if self._squares or self.gradient.device != self.device:
             return None
         return [self.gradient[span] for span in self._counted_spans()]
@@ -504,14 +499,14 @@ class Chunk(WeightChunk, LocalShard):
     def block_squares(self, entry: Entry) -> Tensor:
         """Squares [blocks] of the norms of an entry's blocks, float64. Blocks in other ranks' shares and elements
         that this rank does not count are zero. The bits do not depend on where the chunk is cut."""
-        assert self.state is GradientState.REDUCED and self.ordered
+        assert self.state is GradientState.REDUCED and self.sharding.ordered
         number = self.spec.entries.index(entry)
         return self._squares[number] if self._squares else self._block_squares(self.gradient, entry)
 
     def _squares_of(self, gradient: Tensor) -> Iterator[Tensor]:
         """The result of `squares` for this gradient [owned], or of `block_squares` for each entry where sums are
         `ordered`. It is computed on the device wherever the gradient is, so the bits are the same."""
-        if self.ordered:
+        if self.sharding.ordered:
             yield from (self._block_squares(gradient, entry) for entry in self.spec.entries)
             return
         parts = [to_device(gradient[span], self.device) for span in self._counted_spans()]

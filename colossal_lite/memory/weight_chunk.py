@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from colossal_lite.config.zero_stage import Sharding
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.packing import ChunkSpec, Entry
@@ -30,6 +31,7 @@ from colossal_lite.memory.transfers import copied_to, copy_into, to_host
 from colossal_lite.numerics.precision import ChunkTypes
 from colossal_lite.numerics.torch_modes import storage_of
 
+UNSHARDED = Sharding()
 Values = Callable[[str, int, int], Tensor]
 """Elements [start, stop) of the flattened local parameter of that name, in any dtype."""
 
@@ -102,18 +104,18 @@ class WeightChunk:
 
     def __init__(
         self, spec: ChunkSpec, groups: Groups, *, types: ChunkTypes, device: torch.device,
-        shard_state: bool = False, shard_value: bool = False, on_host: TaskRecords | None = None,
+        sharding: Sharding = UNSHARDED, on_host: TaskRecords | None = None,
     ) -> None:  # fmt: skip
         """`groups`: the ranks that have the same values. `on_host`: shards that can be offloaded are, to these
         records (offload/shard_streaming.py)."""
-        self.spec, self.groups, self.shards = spec, groups, groups.shards
+        self.spec, self.groups, self.shards, self.sharding = spec, groups, groups.shards, sharding
         self.shard = spec.shard(self.shards.size, self.shards.coord)
-        self.owned = self.shard if shard_state else (0, spec.numel)
+        self.owned = self.shard if sharding.state else (0, spec.numel)
         self.owned_numel = self.owned[1] - self.owned[0]
         self._records = on_host
         self.types, dtype = types, types.compute
         self._nowhere = torch.full((), torch.nan, dtype=dtype, device=device)
-        self.is_sharded = shard_value and (self.shards.size > 1 or on_host is not None)
+        self.is_sharded = sharding.weight and (self.shards.size > 1 or on_host is not None)
         rests = self.is_sharded and on_host is not None
         kept = self._room(WEIGHTS, self.owned_numel if self.is_sharded else spec.numel, dtype, rests=rests)
         self.weights_at_rest = kept if rests else None

@@ -24,7 +24,6 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
-from colossal_lite.numerics.optimizers import groups_of
 from colossal_lite.numerics.precision import ChunkTypes, Precision, wide_as
 from colossal_lite.offload.pieces import StateKind
 from colossal_lite.offload.placement import StatePlacement
@@ -130,13 +129,11 @@ def memory_rows(
     choice.expect(operations)
     optimizer = ChunkOptimizer(
         chunks,
-        groups_of(config.optimizer),
+        config,
         TORCH,
         {},
         records=TaskRecords("", META),
-        placement=config.memory.records_tier,
         choice=choice,
-        backward=config.optimizer.update_when == "backward",
         host_room=None if config.memory.moves else host_room(config.memory, chunks, frozen),
     )
     rows = (

@@ -50,7 +50,7 @@ from colossal_lite.schedule.step_moments import (
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.update_choice import UpdateChoice, emulated_speeds
+from colossal_lite.zero.update_choice import UpdateChoice
 
 if TYPE_CHECKING:
     from colossal_lite.config.config import Config
@@ -155,11 +155,7 @@ def build_chunks(
             types=ChunkTypes.of(precision),
             device=device,
             counted=_counted(spec, specs, mesh) if counts(spec) else (),
-            shard_state=sharding.state,
-            shard_value=sharding.weight,
-            by_micro_batch=sharding.by_micro_batch,
-            frees_gradient_on_update=sharding.frees_gradient_on_update,
-            ordered=sharding.ordered,
+            sharding=sharding,
             on_host=records if config.memory.moves else None,
             master_on_host=config.memory.records_tier != "device",
             staging=staging,
@@ -180,8 +176,8 @@ def build_frozen(
     precision, sharding = Precision.of(config.precision), sharding_of(config)
     found = tuple(
         FrozenChunk(
-            spec, _groups(spec, mesh), types=ChunkTypes.of(precision), device=device, shard_state=sharding.state,
-            shard_value=sharding.weight, on_host=records if config.memory.moves else None,
+            spec, _groups(spec, mesh), types=ChunkTypes.of(precision), device=device, sharding=sharding,
+            on_host=records if config.memory.moves else None,
         )
         for spec in packed
         if not spec.key.trains
@@ -211,10 +207,7 @@ def chunk_optimizer(
     choice = UpdateChoice(config, ops, device, mesh.world.gather_json)
     try:
         made = ChunkOptimizer(
-            chunks, groups_of(config.optimizer), ops, shapes,
-            records=records, placement=memory.records_tier, timeout_s=config.timeout_s,
-            speeds=emulated_speeds(choice.given), open_file=open_file, seed=config.seed,
-            choice=choice, backward=config.optimizer.update_when == "backward",
+            chunks, config, ops, shapes, records=records, choice=choice, open_file=open_file,
             host_room=host_room(memory, chunks, frozen),
         )  # fmt: skip
     except DiskError as error:

@@ -27,16 +27,16 @@ from itertools import groupby, takewhile
 import torch
 from torch import Tensor
 
+from colossal_lite.config.config import Config
 from colossal_lite.kernels import TORCH, Draws, Ops
 from colossal_lite.memory.arena import Arena, ArenaAllocator
 from colossal_lite.memory.chunk import Chunk, GradientState
-from colossal_lite.memory.copy_streams import ALL_AS_THEY_COPY, LinkSpeeds
 from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import copied_to, sent_back
-from colossal_lite.numerics.optimizers import Group, Rule, rule_of
+from colossal_lite.numerics.optimizers import Group, Rule, groups_of, rule_of
 from colossal_lite.numerics.random import key
 from colossal_lite.observe.clock import TimedSpans
 from colossal_lite.offload.host_updates import HostUpdates, updating_bytes
@@ -58,7 +58,7 @@ from colossal_lite.schedule.step_moments import UPDATES
 from colossal_lite.schedule.update_mix import UpdateMix
 from colossal_lite.schedule.update_rates import UpdateBytes
 from colossal_lite.zero.optimizer_state import OptimizerState
-from colossal_lite.zero.update_choice import UpdateChoice
+from colossal_lite.zero.update_choice import UpdateChoice, emulated_speeds
 
 
 @dataclass(frozen=True)
@@ -115,17 +115,18 @@ class ChunkOptimizer(OptimizerState):
     """Updates one chunk at a time, and copies its state between tiers for that."""
 
     def __init__(
-        self, chunks: Sequence[Chunk], groups: Sequence[Group], ops: Ops, shapes: Mapping[str, torch.Size], *,
-        records: TaskRecords, choice: UpdateChoice, placement: str = "device", timeout_s: float = 600.0,
-        speeds: LinkSpeeds = ALL_AS_THEY_COPY, open_file: OpenFile | None = None,
-        seed: int = 0, backward: bool = False, host_room: int | None = None,
+        self, chunks: Sequence[Chunk], config: Config, ops: Ops, shapes: Mapping[str, torch.Size], *,
+        records: TaskRecords, choice: UpdateChoice, open_file: OpenFile | None = None,
+        host_room: int | None = None,
     ) -> None:  # fmt: skip
-        """`placement`: the tier on which state, and masters that are apart from the weights, rest: on the host, in
+        """State, and masters that are apart from the weights, rest on the tier of the config. On the host they are in
         `records`, where those may take `host_room` bytes with what their updates need there, and the rest is on disk
-        (None: no limit); no copy is faster than `speeds`; `open_file` makes the disk's file; None where no step is
-        taken; `seed` of what rounds narrow states; `choice` says which are updated on the host, where their records
-        rest off the device; `backward`: updates come in the order of gradients.  Raises DiskError."""
-        self._groups, self._ops, self._seed, self._backward = tuple(groups), ops, seed, backward
+        (None: no limit). `open_file` makes the disk's file; None where no step is taken. `choice` says which are
+        updated on the host, where their records rest off the device. Raises DiskError."""
+        self._groups, self._ops, self._seed = groups_of(config.optimizer), ops, config.seed
+        placement = config.memory.records_tier
+        self._backward = config.optimizer.update_when == "backward"
+        """Whether updates come in the order of gradients."""
         rules: list[Rule] = [rule_of(self.group_of(c), c.local_shard.dtype) for c in chunks]
         super().__init__(chunks, rules, shapes, records)
         shares = any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks)
@@ -142,7 +143,7 @@ class ChunkOptimizer(OptimizerState):
         forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
             self.tiers = OffloadedOptimizerStates(
-                self._chunks, forms, timeout_s, speeds, records,
+                self._chunks, forms, config.timeout_s, emulated_speeds(choice.given), records,
                 mix=self.mix, on_disk=self._on_disk(placement, host_room), open_file=open_file, shares=shares,
             )  # fmt: skip
         self.host_updates: HostUpdates | None = None

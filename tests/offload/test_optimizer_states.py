@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from colossal_lite.config.zero_stage import Sharding
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.copy_streams import CopyExecutor, LinkSpeed, LinkSpeeds, ThreadExecutor
@@ -267,7 +268,9 @@ def test_weights_that_are_dropped_before_they_set_out_do_not_come() -> None:
     (spec,) = pack([Item("w", 256, ChunkKey(0, (), False, 0, (0,)))], target_numel=1)
     types = ChunkTypes(torch.float32, torch.float32, torch.float32)
     alone = Groups(*[Mesh.serial().axis("data")] * 4)
-    chunk = Chunk(spec, alone, types=types, device=CPU, shard_state=True, shard_value=True, on_host=records)
+    chunk = Chunk(
+        spec, alone, types=types, device=CPU, sharding=Sharding(state=True, weight=True), on_host=records
+    )
     chunk.adopt({"w": torch.nn.Parameter(torch.zeros(256))}, lambda _, start, stop: torch.ones(stop - start))
     up, gate, slot = Link("h2d", ThreadExecutor()), threading.Event(), torch.zeros(spec.numel)
     up._thread.submit(gate.wait, 10)
