@@ -102,11 +102,6 @@ class RunPlan:
         return sum(row.bytes for row in self.memory if row.tier == "host")
 
     @property
-    def disk_bytes(self) -> int:
-        """Bytes of the file of state on disk."""
-        return sum(row.bytes for row in self.memory if row.tier == "disk")
-
-    @property
     def state_bytes(self) -> int:
         """Bytes allocated on the device from the first step to the last."""
         return sum(row.bytes for row in self.memory if row.kind in STATE and row.tier == "device")

@@ -122,17 +122,12 @@ class LiveRange:
 
 @dataclass(frozen=True)
 class ArenaPlan:
-    """The offset of each live range, `bytes` of the arena, and the most that exists at one moment, `held_bytes`."""
+    """The offset of each live range, and `bytes` of the arena."""
 
     live_ranges: tuple[LiveRange, ...]
     offsets: tuple[int, ...]
     bytes: int
-    held_bytes: int
-    align_bytes: int = 1
-
-    def sized(self, live_range: LiveRange) -> int:
-        """Bytes of a live range in `held_bytes`."""
-        return round_up(live_range.bytes, self.align_bytes)
+    align_bytes: int
 
 
 def pack_live_ranges(live_ranges: Sequence[LiveRange], align_bytes: int = ARENA_ALIGN_BYTES) -> ArenaPlan:
@@ -152,7 +147,7 @@ def _packed(some: tuple[LiveRange, ...], align_bytes: int) -> ArenaPlan:
         total = max(total, length)
         for i, offset in zip(mine, found, strict=True):
             offsets[i] = offset
-    return ArenaPlan(some, tuple(offsets), total, most_held(sized), align_bytes)
+    return ArenaPlan(some, tuple(offsets), total, align_bytes)
 
 
 def _at_other_times(live_ranges: Sequence[LiveRange]) -> Iterator[list[int]]:

@@ -88,14 +88,6 @@ class ParameterGather(ShardedWeights):
         self._kept_again = NOTHING  # of code that reads several units
         super().__init__(module, parameters, chunks, frozen)
 
-    @property
-    def _planned_numel(self) -> int:
-        return 0 if self.plan is None else self.plan.arena_numel
-
-    @property
-    def _kept(self) -> Mapping[int, int]:
-        return {} if self.plan is None else self.plan.kept
-
     @contextmanager
     def forward(self, stage: int = 0) -> Iterator[None]:
         self._begin(Phase.FORWARD)
@@ -388,3 +380,5 @@ class ParameterGather(ShardedWeights):
     def replan(self) -> None:
         """Plan again after shards have changed tiers; the order of gathers and the slots do not change."""
         self.plan = self.planned(self.prefetch)
+        if self.plan is not None:
+            self._planned_numel, self._kept = self.plan.arena_numel, self.plan.kept

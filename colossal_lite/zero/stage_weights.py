@@ -45,7 +45,7 @@ class StageGather(ShardedWeights):
         self._stage = 0  # whose forward runs
         self.slots = GatherSlots()
         """Slots of the list that was followed last."""
-        self._most_planned_numel = self._shared_numel = 0
+        self._own_numel = self._shared_numel = 0  # of both arenas, by the plan
         self._shared_offsets: Sequence[int] = ()
         self._offsets: dict[bool, Iterator[int]] = {}  # of chunks in shared slots or not
         self.on_turn: Callable[[], object] | None = None
@@ -65,12 +65,14 @@ class StageGather(ShardedWeights):
             }
             own = [action for action in actions if action.chunk not in self._in_shared]
             self._actions, self.slots = actions, gather_slots(own, numels, parts)
+            self._kept = self.slots.kept
             if self._in_shared:
                 self._follow_shared([action for action in actions if action.chunk in self._in_shared], numels)
-            if self.slots.arena_numel > self._most_planned_numel:
-                self._most_planned_numel = self.slots.arena_numel
+            if self.slots.arena_numel > self._own_numel:
+                self._own_numel = self.slots.arena_numel
                 with without_modes():
-                    self._allocate(self._most_planned_numel)
+                    self._allocate(self._own_numel)
+            self._planned_numel = self._own_numel + self._shared_numel
         self._offsets = {False: iter(self.slots.offsets), True: iter(self._shared_offsets)}
         self._begins = begins(actions)
         self._has_part.clear()
@@ -127,14 +129,6 @@ class StageGather(ShardedWeights):
     def _refuse_read(self, chunk: WeightChunk) -> None:
         if not self._is_traced or self._stage in chunk.spec.key.stages:
             super()._refuse_read(chunk)
-
-    @property
-    def _planned_numel(self) -> int:
-        return self._most_planned_numel + self._shared_numel
-
-    @property
-    def _kept(self) -> Mapping[int, int]:
-        return self.slots.kept
 
     def _unpack(self, saved: tuple[Tensor, int] | SavedView) -> Tensor:
         return self._checked(saved) if isinstance(saved, tuple) else saved.rebuilt()

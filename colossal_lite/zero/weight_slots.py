@@ -10,7 +10,6 @@ then NaN, and saving one is an error too.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -27,7 +26,7 @@ from colossal_lite.transforms.compiled_units import Place
 from colossal_lite.zero.forward_hooks import ForwardGates
 
 
-class ShardedWeights(ForwardGates, ABC):
+class ShardedWeights(ForwardGates):
     """Gates of weights that are sharded between their uses."""
 
     def __init__(
@@ -44,6 +43,10 @@ class ShardedWeights(ForwardGates, ABC):
         self._slots_in: set[int] = set()
         """Identities of the storages of both arenas; empty while there is none."""
         self._most_shared_numel = 0
+        self._planned_numel = 0
+        """Elements of the arena by the plan; 0 while there is none."""
+        self._kept: Mapping[int, int] = {}
+        """Offsets of the parts that neighbours store, by chunk."""
         self.most_numel = 0
         """Elements of the arena up to the furthest that was used."""
         self._resident: dict[int, int] = {}  # chunk -> offset
@@ -68,16 +71,6 @@ class ShardedWeights(ForwardGates, ABC):
     @property
     def _dtype(self) -> torch.dtype:
         return next(iter(self._all.values())).types.compute
-
-    @property
-    @abstractmethod
-    def _planned_numel(self) -> int:
-        """Elements of the arena by the plan; 0 while there is none."""
-
-    @property
-    @abstractmethod
-    def _kept(self) -> Mapping[int, int]:
-        """Offsets of the parts that neighbours store, by chunk."""
 
     def _allocate(self, numel: int) -> None:
         device = next(iter(self._all.values())).device

@@ -29,7 +29,7 @@ from colossal_lite.zero.build_chunks import slots_of
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.sharded_weights import ParameterGather
 from tests.shared.covering import covering_array, name_of
-from tests.shared.held_at_once import HeldAtOnce, held_at_once, planned_at_once
+from tests.shared.held_at_once import HeldAtOnce, held_at_once, most_held_bytes, planned_at_once
 from tests.shared.parity import Case, start
 from tests.shared.pool import RankEnv, run_world
 from tests.zero.test_memory_budget import DEEP, config_of, memory_of
@@ -119,7 +119,7 @@ def held_of(engine: Engine, held_bytes: HeldAtOnce) -> list[tuple[int, int]]:
     kinds = (*slots_of(engine._chunks), *optimizer.staging_places, *time_shared(engine._chunks))
     held = [(held_bytes[places], planned_at_once(places)) for places in kinds]
     if (arena := optimizer.arena) is not None:
-        held.append((held_bytes[arena], arena.plan.held_bytes))
+        held.append((held_bytes[arena], most_held_bytes(arena.plan)))
     if isinstance(weights, ParameterGather):
         assert weights.plan is not None
         held.append((held_bytes[weights], weights.plan.live_numel))

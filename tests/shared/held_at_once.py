@@ -16,7 +16,13 @@ from torch import Tensor
 
 from colossal_lite.memory.arena import Arena, ArenaAllocator, Key
 from colossal_lite.memory.link import Transfer
-from colossal_lite.schedule.interval_packing import LiveRange, pack_live_ranges
+from colossal_lite.schedule.interval_packing import (
+    ArenaPlan,
+    LiveRange,
+    most_held,
+    pack_live_ranges,
+    round_up,
+)
 from colossal_lite.schedule.step_moments import SharedInterval
 from colossal_lite.zero.weight_slots import ShardedWeights
 
@@ -50,7 +56,8 @@ class HeldAtOnce:
         for what, (last, transfer) in tuple(leaving.items()):
             if transfer in before or not _is_beside(arena, arena._stays[last], arena._stays[key]):
                 del leaving[what]
-        self.note(arena, sum(arena.plan.sized(arena._stays[k]) for k in self.here(arena)))
+        align = arena.plan.align_bytes
+        self.note(arena, sum(round_up(arena._stays[k].bytes, align) for k in self.here(arena)))
 
     def gave(self, arena: Arena, key: Key, last: tuple[Transfer, ...]) -> None:
         leaving = self._leaving.setdefault(arena, {})
@@ -76,7 +83,12 @@ def _is_beside(arena: Arena, leaving: LiveRange, come: LiveRange) -> bool:
 
 def planned_at_once(places: ArenaAllocator) -> int:
     """Most bytes of such places at once, by the plan."""
-    return pack_live_ranges(places.live_ranges, 1).held_bytes
+    return most_held_bytes(pack_live_ranges(places.live_ranges, 1))
+
+
+def most_held_bytes(plan: ArenaPlan) -> int:
+    """Most bytes that exist at one moment of a plan."""
+    return most_held([live_range.sized(plan.align_bytes) for live_range in plan.live_ranges])
 
 
 @contextmanager
