@@ -197,20 +197,16 @@ class Updates:
             self._update(action, used, factor, scale)
 
         def arrive(index: int) -> None:
-            if isinstance(self._optimizer, ChunkOptimizer):
-                self._optimizer.arrived(self._chunks[index])
+            self._optimizer.arrived(self._chunks[index])
             if self._in_backward is None:
                 self._updated(self._chunks[index], used)
             else:  # the gathers of all chunks come after the last update
                 self._metering.updated(self._chunks[index].spec.id)
 
-        def wait() -> None:
-            if isinstance(self._optimizer, ChunkOptimizer):
-                self._optimizer.finish_on_host()
-
         return DeferredUpdates(
             self._optimizer.plan[0], {ActionKind.UPDATE: update, **self._optimizer.moves}, end, arrive,
-            by_gradient=self._in_backward is not None, in_order=self._goes_home, wait=wait,
+            by_gradient=self._in_backward is not None, in_order=self._goes_home,
+            wait=self._optimizer.finish_on_host,
         )  # fmt: skip
 
     @property

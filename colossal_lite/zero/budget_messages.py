@@ -143,7 +143,7 @@ def _host_bytes(
     if memory.moves:
         return host_bytes_of(placed, device)
     found = optimizer.tiers.host_bytes if optimizer.tiers else 0
-    if isinstance(optimizer, ChunkOptimizer) and optimizer.host_updates:
+    if optimizer.host_updates:
         found += optimizer.host_updates.host_bytes
     return found
 

@@ -226,7 +226,7 @@ class MemoryBudget:
             return LiveBytes()
         fixed, pieces = self._fixed | self._visiting, self._pieces()
         slots = slot_bytes(pieces, frozenset(piece.name for piece in pieces), "device")
-        if isinstance(self._optimizer, ChunkOptimizer) and self._optimizer.shards is not None:
+        if self._optimizer.shards is not None:
             slots = sum(visit.bytes for visit in self._optimizer.visits if visit.tier is None)
         return AllocatedBytes(self._device, sum(fixed.values()) + self._frozen_bytes + slots)
 

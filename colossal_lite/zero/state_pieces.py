@@ -183,7 +183,7 @@ def fixed_of(
         "weights": sum(c.resting_bytes for c in chunks if c.weights_at_rest is None),
         "gradients": sum(t.nbytes for t in gradients),
     }
-    if is_staged or not _shares(optimizer):
+    if is_staged or optimizer.shards is None:
         fixed["staging"] = sum(slots.planned_bytes for slots in slots_of(chunks))
     if optimizer.tiers is None:
         fixed["masters"] = sum(c.master_bytes for c in chunks)
@@ -191,17 +191,13 @@ def fixed_of(
     return fixed
 
 
-def _shares(optimizer: ChunkOptimizer | OwnOptimizer) -> bool:
-    """Whether one arena holds gradients in a backward and state during its update (memory/arena.py)."""
-    return isinstance(optimizer, ChunkOptimizer) and optimizer.shards is not None
-
-
 def beside_of(
     chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer, accumulation: int, *, is_staged: bool
 ) -> tuple[LiveRange, ...] | None:  # fmt: skip
-    """The live ranges that share an arena with pieces on the device; None: there is no such arena. The backwards of a
-    pipeline's stages have no order that all its schedules keep. So each kind of buffer has its own there."""
-    if is_staged or not _shares(optimizer):
+    """The live ranges that share an arena with pieces on the device (memory/arena.py); None: there is no such arena.
+    The backwards of a pipeline's stages have no order that all its schedules keep. So each kind of buffer has its own
+    there."""
+    if is_staged or optimizer.shards is None:
         return None
     backward = (each for slots in slots_of(chunks) for each in slots.live_ranges)
     ranges = moments_of_step(backward, len(chunks), in_flight_of(chunks))

@@ -68,7 +68,7 @@ class OwnOptimizer:
             ) from error
         _check(self._optimizer, given)
         self.plan = update_plan(len(self._chunks))
-        self.tiers = None
+        self.tiers = self.shards = self.host_updates = None
         self.visits = ()
         self.moves: dict[ActionKind, Callable[[Action], None]] = {}
         self._peaks = [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -151,7 +151,7 @@ class OwnOptimizer:
         """State is the optimizer's own, on the device: nothing of it is fetched, deferred, shared, counted or open."""
 
     tier_of = close = check = settle = prepare = begin = defer = changing = unchanged = rest = _nothing
-    set_updates = _nothing
+    set_updates = arrived = finish_on_host = _nothing
 
     def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
         """Bytes of a chunk's state now, twice: only the optimizer knows what it will be."""
