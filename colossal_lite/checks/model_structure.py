@@ -60,14 +60,13 @@ class ModelStructure:
             return "a parameter requires a gradient now that did not"
         return None
 
-    def check_compiled(self, what: str, tensor: int) -> None:
+    def check_compiled(self, what: str) -> None:
         """Raises ValueError for a module that was compiled since. The compiler would trace its hooks: it takes minutes,
-        or fails. `tensor`: ranks that share its layers."""
+        or fails."""
         for name, module in self._modules.items():
             if SET_BY_COMPILING.isdisjoint(vars(module)) or module in self._compiled:
                 continue
             if is_compiled(module):
-                check_compiled(self._modules[""], tensor)
                 raise ValueError(
                     f"{what}: {name or 'the model'} ({type(module).__name__}) was compiled since the engine was made, "
                     f"whose hooks of weights would be compiled too. Legal: the same compilation before cl.initialize"
@@ -179,17 +178,6 @@ def check_lazy(module: nn.Module) -> None:
             raise ValueError(
                 f"model: {name or 'it'} is a {type(owner).__name__}, whose parameters have no shape yet. Legal: run "
                 f"the model once before cl.initialize, or a module of stated sizes"
-            )
-
-
-def check_compiled(module: nn.Module, tensor: int) -> None:
-    """Raises ValueError for a module that has compiled itself (`module.compile()`), where ranks share its tensors. The
-    compiler fails in hooks of such modules."""
-    for name, owner in module.named_modules() if tensor > 1 else ():
-        if owner._compiled_call_impl is not None:
-            raise ValueError(
-                f"model: {name or 'it'} ({type(owner).__name__}) has compiled itself in place, which fails beside "
-                f"parallel.tensor={tensor}. Legal: torch.compile(module) in its place, or parallel.tensor=1"
             )
 
 

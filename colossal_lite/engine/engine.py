@@ -552,7 +552,7 @@ class Engine:
         self._state.regain_weights()
         parked = self._state.park()
         self._parts.detach()
-        self._weights.remove()
+        self._parts.remove_gates()
         self._optimizer.close()
         self._state.release(parked)
         self._at_end.pop_all()
@@ -566,7 +566,7 @@ class Engine:
         self._parts.detach()
         is_whole = not isinstance(self._weights, ShardedWeights) and not self._weights.has_deferred
         if is_whole and (self.mesh.world_size == 1 or not self.context.first_failure()):
-            self._weights.remove()
+            self._parts.remove_gates()
 
     # ---- the phases ----
 

@@ -29,6 +29,7 @@ from colossal_lite.memory.frozen_chunk import FrozenChunk
 from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.weight_chunk import WeightChunk
+from colossal_lite.numerics.compile_wrappers import CompileWrappers
 from colossal_lite.numerics.random import DropoutStreams
 from colossal_lite.parallel.fused_head import free_head
 from colossal_lite.parallel.loss import Criterion, Loss, ModelLoss, checked
@@ -110,6 +111,8 @@ class Built:
     """What looks at the first batch; None: the model was proven without."""
     seen_padding: SeenPadding
     """With which ids of unequal lengths on data ranks give other numbers than one process."""
+    wrappers: CompileWrappers | None
+    """What torch.compile had put around modules; None: the engine has built the model."""
 
     @property
     def packed(self) -> tuple[ChunkSpec, ...]:
@@ -204,6 +207,12 @@ class EngineParts:
         unbind(model)
         unbind_dropout(model)
         free_statistics(model)
+
+    def remove_gates(self) -> None:
+        """Remove the gates of the weights from the model, and put back what torch.compile had put around modules."""
+        self.weights.remove()
+        if self.built.wrappers is not None:
+            self.built.wrappers.put_back()
 
     def measured(self) -> AbstractContextManager[None]:
         """Context: measures the device memory in use, if a budget still has to choose a placement."""

@@ -251,7 +251,7 @@ class EngineState:
                 f"cl.initialize, engine.load_full_state_dict, engine.close and a new engine"
             )
         config = self._context.config
-        self.structure.check_compiled(what, config.parallel.tensor.size)
+        self.structure.check_compiled(what)
         where = f"zero.stage={config.zero.stage}, precision.dtype={config.precision.dtype!r}"
         for chunk in (*self._chunks, *self._frozen):
             if name := chunk.lost_change():

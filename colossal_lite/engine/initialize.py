@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from colossal_lite.checkpoint.tools import last_unit_seconds
 from colossal_lite.checks.model_structure import (
-    check_compiled,
     check_extra_state,
     check_lazy,
     check_other_engines,
@@ -55,6 +54,7 @@ from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.transfers import buffers_to_device, to_device
 from colossal_lite.models import GPT
+from colossal_lite.numerics.compile_wrappers import CompileWrappers
 from colossal_lite.numerics.lr_schedules import told_of_end
 from colossal_lite.numerics.optimizers import assign_groups, check_whole_tensors, groups_of
 from colossal_lite.numerics.precision import Precision
@@ -139,14 +139,20 @@ def initialize(
         )
     else:
         records = store.open(task, beside=context.device)
+    wrappers = None
     try:
+        if isinstance(model, nn.Module):
+            wrappers = CompileWrappers(model)
+            model = wrappers.model
         with outside_inference():
             return _initialize(
-                model, context, criterion, plan, optimizer, lr_lambda, example, directory, records,
+                model, context, criterion, plan, optimizer, lr_lambda, example, directory, records, wrappers,
                 outlives=store is not None and store.parks,
             )  # fmt: skip
     except BaseException:
         records.give_up()
+        if wrappers is not None:
+            wrappers.put_back()
         if isinstance(model, nn.Module):
             give_key_cache_back(model)
             hugging_face.unbind(model)
@@ -157,7 +163,8 @@ def initialize(
 def _initialize(
     model: nn.Module | Callable[[], nn.Module], context: Context, criterion: Criterion | Literal["model"] | None,
     plan: Literal["auto"] | Mapping[str, str], optimizer: Factory | None, lr_lambda: Callable[[int], float] | None,
-    example: Any, directory: str | Path | None, records: TaskRecords, *, outlives: bool,
+    example: Any, directory: str | Path | None, records: TaskRecords, wrappers: CompileWrappers | None, *,
+    outlives: bool,
 ) -> Engine:  # fmt: skip
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
@@ -206,7 +213,7 @@ def _initialize(
     buffers_to_device(module, context.device)
     built = Built(
         module, names, stages, parallelized, streams, all_packed, chunks, frozen, trainable, records, blocks,
-        outlives=outlives, first_batch=first_batch, seen_padding=seen,
+        outlives=outlives, first_batch=first_batch, seen_padding=seen, wrappers=wrappers,
     )  # fmt: skip
     engine = Engine(built, context, loss, optimizer, forecast_batch, lr_lambda)
     sync_statistics(module, context.mesh.axis("data"))
@@ -293,7 +300,6 @@ def _check_model(
     """The sizes of a model, if it states them. Raises ConfigError for sizes that the config cannot split. Raises
     ValueError for a model that cannot be trained, or not in parts."""
     check_lazy(module)
-    check_compiled(module, context.config.parallel.tensor.size)
     check_other_engines(module)
     check_extra_state(module)
     facts = facts_of(module)

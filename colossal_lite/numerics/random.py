@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 from colossal_lite.kernels import TORCH, Ops
 from colossal_lite.kernels.philox import Rows, SampleDim, inverse_erf
+from colossal_lite.numerics.compile_wrappers import CompileWrappers
 from colossal_lite.numerics.torch_modes import DispatchMode, written_by
 
 aten = torch.ops.aten
@@ -383,7 +384,7 @@ class _Undrawn(DispatchMode):
 def on_meta(builder: Callable[[], nn.Module]) -> nn.Module:
     """Builds a module with parameters and buffers on meta: names and shapes, no values."""
     with torch.device("meta"), _Undrawn():
-        return builder()
+        return CompileWrappers(builder()).model
 
 
 def build_on_meta(builder: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Recipe]]:
@@ -406,6 +407,7 @@ def build_on_meta(builder: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str
         ) from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"model: the callable returned {type(module).__name__}; it must return an nn.Module")
+    module = CompileWrappers(module).model
     if recorder.refused:
         raise InitialiserError(
             "these initialisers cannot be replayed shard by shard:\n  "

@@ -256,12 +256,17 @@ def _check_kinds(model: nn.Module, blocks: Sequence[str]) -> None:
     """Raises UnitsError for what a stage cannot run in part: scripted code, and hooks around the blocks."""
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if isinstance(module, torch.jit.ScriptModule) or kind == "OptimizedModule":
+        if isinstance(module, torch.jit.ScriptModule):
             raise UnitsError(
                 f"parallel.pipeline: {name or 'the model itself'} is a {kind}, whose code no stage can run in part; "
-                f"legal: the module as it was before, and its .compile(), which compiles it in place"
+                f"legal: the module as it was before"
             )
-        around = any(block.startswith(f"{name}.") for block in blocks)
+        around = not name or any(block.startswith(f"{name}.") for block in blocks)
+        if around and module._compiled_call_impl is not None:
+            raise UnitsError(
+                f"parallel.pipeline: {name or 'the model itself'} ({kind}) is compiled, and holds the blocks. No stage "
+                f"can run a part of that code; legal: the blocks compiled, each by itself"
+            )
         if name and around and has_hooks(module):
             raise UnitsError(
                 f"parallel.pipeline: a forward or backward hook on {name} ({kind}), which holds the blocks, would run "

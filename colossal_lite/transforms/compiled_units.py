@@ -22,13 +22,14 @@ Hook = Callable[..., Any]
 _UNTRACED = "Python counts its masks or losses. Legal: torch.compile without fullgraph, or dropouts of p=0"
 
 
-SET_BY_COMPILING = frozenset(["_compiled_call_impl", "dynamo_ctx", "forward"])
+SET_BY_COMPILING = frozenset(["_compiled_call_impl", "forward"])
 """One of these a module has as an attribute of its own once it is compiled."""
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of it runs compiled code: `torch.compile(module)`, `module.compile()`, or a compiled forward."""
-    if module._compiled_call_impl is not None or "dynamo_ctx" in vars(module):
+    """Whether a call of it runs compiled code: `module.compile()`, or a compiled forward. An engine has taken away what
+    `torch.compile(module)` puts around it (numerics/compile_wrappers.py)."""
+    if module._compiled_call_impl is not None:
         return True
     forward = module.forward
     return hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
