@@ -46,12 +46,20 @@ class CompileWrappers:
         return module
 
     def put_back(self) -> None:
-        """Put the wrappers where they were. Their modules have not compiled themselves."""
+        """Put the wrappers where they were, but where another module has come in the place of theirs. Their modules
+        have not compiled themselves."""
         for owner, name, wrapper in self._places:
-            owner._modules[name] = wrapper
+            if owner._modules.get(name) is _inmost(wrapper):
+                owner._modules[name] = wrapper
         for module in self._compiled:
             module._compiled_call_impl = None
         self._places, self._compiled = [], []
+
+
+def _inmost(module: Any) -> Any:
+    while _is_wrapper(module):
+        module = module._orig_mod
+    return module
 
 
 def _is_wrapper(module: nn.Module) -> bool:

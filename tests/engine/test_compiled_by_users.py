@@ -245,6 +245,60 @@ def test_a_function_may_build_a_model_that_is_compiled() -> None:
                 assert given == names and found == pytest.approx(plain, abs=1e-12)
 
 
+class Small(nn.Module):
+    """Words whose layers a user has compiled one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.drop, self.head = (
+            each if isinstance(each, nn.Embedding) else torch.compile(each, backend="eager")
+            for each in (nn.Embedding(12, 8), nn.LayerNorm(8), nn.Dropout(0.2), nn.Linear(8, 12))
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.drop(self.norm(self.embedding(ids))))
+        return out
+
+
+def after_the_engine(env: RankEnv) -> bool:
+    """Whether the model has the trained weights, in names as given, and computes with them."""
+    torch.manual_seed(0)
+    model = Small().double()
+    names = [*model.state_dict()]
+    with env.launch(CONFIG) as context:
+        engine = cl.initialize(model, context=context)
+        engine.train_step(batch(0))
+        right, loss = engine.full_state_dict(), float(engine.eval_step(batch(1)))
+        engine.close()
+    model.eval()
+    found = {name.replace("_orig_mod.", ""): x for name, x in model.state_dict().items()}
+    ids, labels = batch(1)
+    own = nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+    is_same = all(torch.equal(found[name], x) for name, x in right.items())
+    return is_same and len(names) == len(found) and float(own) == pytest.approx(loss, abs=1e-12)
+
+
+def test_layers_that_were_compiled_one_by_one_have_the_trained_weights_after_the_engine() -> None:
+    assert run_world(after_the_engine, 1) == [True]
+
+
+def kinds_after_the_engine(env: RankEnv, wraps: bool) -> list[str]:
+    """The modules of a model with tensors that ranks share, after its engine."""
+    torch.manual_seed(0)
+    model: Any = Words()
+    if wraps:
+        model.head = torch.compile(model.head, backend="eager")
+    with env.launch(CONFIG | dict(parallel=dict(tensor=2))) as context:
+        engine = cl.initialize(model, context=context)
+        engine.train_step(batch(0))
+        engine.close()
+    return [type(module).__name__ for module in model.modules()]
+
+
+def test_a_layer_that_ranks_share_is_not_covered_by_its_wrapper_after_the_engine() -> None:
+    assert run_world(kinds_after_the_engine, 2, True) == run_world(kinds_after_the_engine, 2, False)
+
+
 def not_taken(env: RankEnv, how: str) -> str:
     """What refuses a model with a wrapper; it is left as it was given."""
     with env.launch(CONFIG | dict(parallel=dict(data=1))) as context:
