@@ -35,7 +35,7 @@ from colossal_lite.checks.summed_losses import sums_samples
 from colossal_lite.distributed.autograd_collectives import join
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.numerics.retained_gradients import retained_gradients_kept
-from colossal_lite.numerics.unit_start import numbers_of_functions, unit_start
+from colossal_lite.numerics.user_functions import FUNCTION_SEED, UnitArrivals
 
 Fault = Literal["couples", "nonlinear", "sums"]
 SEED = 1024.0
@@ -102,16 +102,14 @@ class AllSamples:
         if not front or self._runs_the_model(front):
             return None
         outputs = [edge for edge, rows in front.items() if rows > 1]
-        with self._aside():
-            numbers = numbers_of_functions(_edge_of(loss), nodes)
-            start = unit_start(loss, numbers)
+        with self._aside(), UnitArrivals(nodes) as arrivals:
             with suppress(RuntimeError, NotImplementedError):  # it has no second derivative
-                if is_cut and _couples(loss, start, outputs):
+                if is_cut and _couples(loss, arrivals, outputs):
                     return "couples"
-            if is_cut and outputs and chooses_between_rows(nodes, outputs):
-                return "couples"
             with suppress(RuntimeError, NotImplementedError):  # it has no first one to be looked at
-                return None if _is_linear(loss, start, list(front), restores=bool(numbers)) else "nonlinear"
+                if is_cut and outputs and chooses_between_rows(loss, nodes, outputs):
+                    return "couples"
+                return None if _is_linear(loss, arrivals, list(front)) else "nonlinear"
         return None
 
     @contextmanager
@@ -180,21 +178,24 @@ class _Weighed(Function):
         return gradients[0] * ctx.weight(), None
 
 
-def _is_linear(loss: Tensor, start: Tensor, outputs: Sequence[GradientEdge], *, restores: bool) -> bool:
-    """Whether the gradients are as many times as large as what backward starts from. `restores`: a last backward gives
-    fused losses what they had saved (numerics/unit_start.py)."""
+def _is_linear(loss: Tensor, arrivals: UnitArrivals, outputs: Sequence[GradientEdge]) -> bool:
+    """Whether the gradients are as many times as large as what backward starts from. With Functions of a user a last
+    backward gives them what they had saved."""
+    seed = FUNCTION_SEED if arrivals.functions else SEED
 
     def gradients(factor: float) -> list[Tensor]:
-        found = torch.autograd.grad(loss, outputs, start * factor, retain_graph=True, allow_unused=True)
-        return [x.clone() for x in found if x is not None]
+        arrivals.factor = factor
+        start = torch.full_like(loss, factor)
+        found = torch.autograd.grad(loss, outputs, start, retain_graph=True, allow_unused=True)
+        return [x.clone() for x in (*found, *arrivals.all_arrived()) if x is not None]
 
-    first, times = gradients(1.0), gradients(SEED)
-    if restores:
-        gradients(1 / SEED)
+    first, times = gradients(1.0), gradients(seed)
+    if arrivals.functions:
+        gradients(1 / seed)
     for x, y in zip(first, times, strict=True):
         limits = torch.finfo(x.dtype)
-        exact, least = limits.eps**0.5, limits.smallest_normal * limits.eps * SEED
-        right, found = x.double() * SEED, y.double()
+        exact, least = limits.eps**0.5, limits.smallest_normal * limits.eps * abs(seed)
+        right, found = x.double() * seed, y.double()
         size = torch.maximum(found.norm(), right.norm())
         lost = least * x.numel() ** 0.5  # to small numbers of fp16, which have few digits
         if bool((found - right).norm() > exact * size + lost) and bool(size.isfinite()):
@@ -202,10 +203,15 @@ def _is_linear(loss: Tensor, start: Tensor, outputs: Sequence[GradientEdge], *, 
     return True
 
 
-def _couples(loss: Tensor, start: Tensor, outputs: Sequence[GradientEdge]) -> bool:
+def _couples(loss: Tensor, arrivals: UnitArrivals, outputs: Sequence[GradientEdge]) -> bool:
     if not outputs:
         return False
-    first = torch.autograd.grad(loss, outputs, start, create_graph=True, allow_unused=True)
+    first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+    numbers = [g for g in arrivals.all_arrived() if not g.dim() and g.requires_grad]
+    for number in numbers:  # what such a Function has made of all rows meets others in the loss
+        found = torch.autograd.grad(number, outputs, retain_graph=True, allow_unused=True)
+        if any(g is not None for g in found):
+            return True
     gradients = [g for g in first if g is not None and g.requires_grad]
     if not gradients:  # the loss is linear
         return False

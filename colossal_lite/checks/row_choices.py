@@ -3,24 +3,24 @@
 Note: what second derivatives do not show.
 Such an operation is linear around each point.  So the gradient at a sample depends on another only where the choice
 turns.  Then the operation is found by its name, in the graph from the loss to the outputs of the model.  It couples
-samples if one of its results reads rows of two.  What it reads is a linear map J of the outputs.  A backward gives
-J' v, and a second one, by v, gives J u.  With u in rows of an even binary digit, J u is zero in what does not read
-them.  A choice above a number of an autograd.Function is not looked at (numerics/unit_start.py).  A distance matrix has
-no second derivative at all, and so is among these.
-Cost: in steps that look, for each such operation, a backward and two more for each digit.
+samples if one of its results reads rows of two, and the loss depends on that result.  What it reads is a linear map J
+of the outputs.  A backward gives J' v, and a second one, by v, gives J u.  With u in rows of an even binary digit, J u
+is zero in what does not read them.  A choice above an autograd.Function of a user is not looked at
+(numerics/user_functions.py).  A distance matrix has no second derivative at all, and so is among these.
+Cost: in steps that look, where there is such an operation, three backwards and two more for each digit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from colossal_lite.numerics.unit_start import numbers_of_functions
+from colossal_lite.numerics.user_functions import is_of_a_user
 
 HINGES = frozenset(
     "Abs Clamp ClampMax ClampMin Fmax Fmin Hardshrink Hardsigmoid Hardtanh HuberLoss LeakyRelu Maximum Minimum "
@@ -33,12 +33,28 @@ CHOICES = frozenset(
 """Operations whose result reads their input along dims, all of them if the node names none."""
 DISTANCES = frozenset(["Cdist", "Pdist"])
 """Distances between the rows of two inputs, or of one."""
+FEW = 16
+"""Operations that are looked at one by one, where they cannot be together."""
+ROUNDING = 1024
+"""A gradient of fewer times eps of the largest is none."""
+
+Reads = list[tuple[Tensor, Tensor]]
+"""For each input of an operation, which of its elements read rows of an even binary digit, and of an odd one."""
 
 
-def chooses_between_rows(nodes: Iterable[Any], outputs: Sequence[GradientEdge]) -> bool:
+def chooses_between_rows(loss: Tensor, nodes: Sequence[Any], outputs: Sequence[GradientEdge]) -> bool:
     """Whether one of these `nodes` of a loss chooses between rows of `outputs`, which have a row for each sample. One
     that cannot be looked at does not count."""
-    return any(_reads_several(node, outputs) for node in nodes if _stem(node) in HINGES | CHOICES | DISTANCES)
+    above = _above_functions(nodes)
+    found = [n for n in dict.fromkeys(nodes) if _stem(n) in HINGES | CHOICES | DISTANCES and n not in above]
+    if not found:
+        return False
+    arrived = _arrivals(loss, found, outputs)
+    used = [node for node in found if node in arrived]
+    try:
+        return _any_reads_several(used, arrived, outputs)
+    except (RuntimeError, NotImplementedError):  # something below one cannot be differentiated twice
+        return any(_reads_several(node, arrived, outputs) for node in used[:FEW])
 
 
 def _stem(node: Any) -> str:
@@ -46,62 +62,109 @@ def _stem(node: Any) -> str:
     return stem
 
 
-def _reads_several(node: Any, outputs: Sequence[GradientEdge]) -> bool:
+def _above_functions(nodes: Sequence[Any]) -> set[Any]:
+    """The nodes that are computed from a Function of a user."""
+    users: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for before, _ in node.next_functions:
+            users.setdefault(before, []).append(node)
+    found, left = set[Any](), [node for node in nodes if is_of_a_user(node)]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += users.get(node, [])
+    return found
+
+
+def _arrivals(loss: Tensor, nodes: Sequence[Any], outputs: Sequence[GradientEdge]) -> dict[Any, Tensor]:
+    """For each node that the loss depends on, where its first result has a gradient."""
+    found: dict[Any, Tensor] = {}
+
+    def keep(node: Any, gradients: Sequence[Tensor | None]) -> None:
+        if gradients[0] is not None:
+            found[node] = gradients[0].detach()
+
+    handles = [node.register_prehook(partial(keep, node)) for node in nodes]
+    try:
+        given = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    most = max(
+        (float(g.abs().nan_to_num().amax()) for g in given if g is not None and g.numel()), default=0.0
+    )
+    where = {n: g.abs() > ROUNDING * torch.finfo(g.dtype).eps * most for n, g in found.items()}
+    return {node: there for node, there in where.items() if bool(there.any())}
+
+
+def _any_reads_several(
+    nodes: Sequence[Any], arrived: dict[Any, Tensor], outputs: Sequence[GradientEdge]
+) -> bool:
     """Whether one result of an operation reads rows of an even binary digit and of an odd one."""
-    edges = [GradientEdge(x, n) for x, n in node.next_functions if x is not None]
-    if any(numbers_of_functions(edge, _nodes_below(edge, outputs)) for edge in edges):
+    edges = [[GradientEdge(x, n) for x, n in node.next_functions if x is not None] for node in nodes]
+    every = list(dict.fromkeys(edge for some in edges for edge in some))
+    if not every:
         return False
-    with suppress(RuntimeError, NotImplementedError):  # something below it cannot be differentiated twice
-        reads = [_Reads(edge, outputs) for edge in edges]
-        digits = max((each.digits for each in reads), default=0)
-        return any(_meets(node, [each.by(digit) for each in reads]) for digit in range(digits))
+    look = _Look(every, outputs)
+    for digit in range(look.digits):
+        reads = look.by(digit)
+        for node, some in zip(nodes, edges, strict=True):
+            if _meets(node, arrived[node], [reads[edge] for edge in some]):
+                return True
     return False
 
 
-def _nodes_below(edge: GradientEdge, outputs: Sequence[GradientEdge]) -> list[Any]:
-    """The operations from which a tensor is computed, from the outputs on."""
-    edges, found = [edge], dict[Any, None]()
-    while edges:
-        edge = edges.pop()
-        if edge not in outputs and edge.node not in found:
-            found[edge.node] = None
-            edges += [GradientEdge(x, n) for x, n in edge.node.next_functions if x is not None]
-    return list(found)
+def _reads_several(node: Any, arrived: dict[Any, Tensor], outputs: Sequence[GradientEdge]) -> bool:
+    try:
+        return _any_reads_several([node], arrived, outputs)
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
-class _Reads:
-    """The rows of `outputs` that the elements of a tensor read. `edge`: its place in the graph."""
+class _Look:
+    """The rows of `outputs` that the elements of tensors read. `edges`: their places in the graph."""
 
-    def __init__(self, edge: GradientEdge, outputs: Sequence[GradientEdge]) -> None:
-        node: Any = edge.node
-        made = node._input_metadata[edge.output_nr]
-        self._start = torch.zeros(made.shape, dtype=made.dtype, device=made.device, requires_grad=True)
-        found = torch.autograd.grad([edge], outputs, [self._start], create_graph=True, allow_unused=True)
+    def __init__(self, edges: Sequence[GradientEdge], outputs: Sequence[GradientEdge]) -> None:
+        self._edges = edges
+        made: list[Any] = [edge.node._input_metadata[edge.output_nr] for edge in edges]
+        self._starts = [
+            torch.zeros(x.shape, dtype=x.dtype, device=x.device, requires_grad=True) for x in made
+        ]
+        found = torch.autograd.grad(edges, outputs, self._starts, create_graph=True, allow_unused=True)
         self._rows = [g for g in found if g is not None and g.requires_grad]
         self.digits = (max(map(len, self._rows), default=1) - 1).bit_length()
 
-    def by(self, digit: int) -> tuple[Tensor, Tensor]:
-        """For each element, whether it reads rows with an even `digit`, and with an odd one."""
-        odd, even = (self._along(digit, parity).abs() for parity in (1, 0))
-        least = torch.finfo(odd.dtype).eps * torch.maximum(odd, even).nan_to_num(0.0, 0.0).amax()
-        return even > least, odd > least
+    def by(self, digit: int) -> dict[GradientEdge, tuple[Tensor, Tensor]]:
+        """For the elements of each, whether they read rows with an even `digit`, and with an odd one."""
+        odds, evens = (self._along(digit, parity) for parity in (1, 0))
+        found = {}
+        for edge, odd, even in zip(self._edges, odds, evens, strict=True):
+            odd, even = odd.abs(), even.abs()
+            most = torch.maximum(odd, even).nan_to_num(0.0, 0.0)
+            least = torch.finfo(odd.dtype).eps * most.amax() if most.numel() else 0.0
+            found[edge] = even > least, odd > least
+        return found
 
-    def _along(self, digit: int, parity: int) -> Tensor:
+    def _along(self, digit: int, parity: int) -> list[Tensor]:
         """What the elements change by with the chosen rows. Near elements change by other numbers, as a softmax reads
         none of a sum."""
-        total = self._start.new_zeros(())
+        total = self._starts[0].new_zeros(())
         for place, rows in enumerate(self._rows):
             chosen = torch.arange(len(rows), device=rows.device) >> digit & 1 == parity
             by = 1 + (torch.arange(rows[chosen].numel(), device=rows.device) + 31 * place) % 97
             total = total + (rows[chosen].flatten() * by.to(rows.dtype)).sum()
         if not total.requires_grad:
-            return torch.zeros_like(self._start)
-        (found,) = torch.autograd.grad(total, self._start, retain_graph=True, allow_unused=True)
-        return torch.zeros_like(self._start) if found is None else found
+            return [torch.zeros_like(start) for start in self._starts]
+        found = torch.autograd.grad(total, self._starts, retain_graph=True, allow_unused=True)
+        return [
+            torch.zeros_like(start) if x is None else x for start, x in zip(self._starts, found, strict=True)
+        ]
 
 
-def _meets(node: Any, reads: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether one result of an operation reads both, by what the elements of its inputs read."""
+def _meets(node: Any, there: Tensor, reads: Reads) -> bool:
+    """Whether a result of an operation reads both, by what the elements of its inputs read. `there`: the results on
+    which the loss depends."""
     reads = [each for each in reads if bool(each[0].any() | each[1].any())]
     if not reads:
         return False
@@ -111,19 +174,24 @@ def _meets(node: Any, reads: Sequence[tuple[Tensor, Tensor]]) -> bool:
             return bool(even[0].any() & odd[0].any())
         case "Cdist" if len(reads) == 2:
             (a, b), (c, d) = ([x.any(-1) for x in some] for some in (even, odd))
-            return bool(((a[..., None] | b[..., None, :]) & (c[..., None] | d[..., None, :])).any())
+            both = (a[..., None] | b[..., None, :]) & (c[..., None] | d[..., None, :])
+            return bool((both & there).any())
         case stem if stem in CHOICES:
-            dims = _dims(node, even[0].dim())
-            return bool((even[0].any(dims) & odd[0].any(dims)).any() if dims else (even[0] & odd[0]).any())
-    return bool((_union(even) & _union(odd)).any())
+            return _meets_along(node, there, even[0], odd[0])
+    return bool((_union(even) & _union(odd) & there).any())
+
+
+def _meets_along(node: Any, there: Tensor, even: Tensor, odd: Tensor) -> bool:
+    """As `_meets`, of one that chooses along dims."""
+    given = getattr(node, "_saved_dim", None)
+    given = (given,) if isinstance(given, int) else given or range(even.dim())
+    dims = tuple(dim - 2**64 if dim >= 2**63 else dim for dim in given)
+    if not dims:
+        return bool((even & odd).any())
+    both = even.any(dims) & odd.any(dims)
+    used = there.any(dims) if there.dim() == even.dim() else there
+    return bool((both & used).any()) if used.shape == both.shape else bool(both.any())
 
 
 def _union(some: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch.broadcast_tensors(*some)).any(0)
-
-
-def _dims(node: Any, rank: int) -> tuple[int, ...]:
-    """The dims along which an operation chooses."""
-    given = getattr(node, "_saved_dim", None)
-    given = (given,) if isinstance(given, int) else given or range(rank)
-    return tuple(dim - 2**64 if dim >= 2**63 else dim for dim in given)

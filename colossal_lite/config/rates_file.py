@@ -64,6 +64,6 @@ def write_rates(path: Path, found: RatesFile, measured: Mapping[str, Any]) -> No
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=2) + "\n"
     if path.is_file() or not path.exists():
-        write_whole(path, text)
+        write_whole(path.resolve(), text)  # a link stays one
     else:  # a pipe or a device
         path.write_text(text, encoding="utf-8")

@@ -46,6 +46,7 @@ from colossal_lite.transforms.activation_checkpoint import (
 )
 from colossal_lite.transforms.auxiliary_loss import unbind
 from colossal_lite.transforms.batch_statistics import free_statistics
+from colossal_lite.transforms.compiled_units import trace_again
 from colossal_lite.transforms.key_cache import give_key_cache_back
 from colossal_lite.transforms.split_backward import WeightGradStore, defer_weights, restore_weights
 from colossal_lite.zero.build_chunks import chunk_optimizer
@@ -201,6 +202,7 @@ class EngineParts:
         self.linear_hooks.remove()
         remove_activation_checkpoint(model)
         give_key_cache_back(model)
+        trace_again(model)
         hugging_face.unbind(model)
         restore_weights(model)
         free_head(model)

@@ -25,6 +25,7 @@ from colossal_lite.layers.layer_swap import cut_values
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.frozen_chunk import FrozenChunk
 from colossal_lite.memory.transfers import to_device, to_host
+from colossal_lite.numerics.compile_wrappers import plain_names
 from colossal_lite.sharding.shard_spec import ShardSpec, dims_of
 
 
@@ -91,6 +92,7 @@ class FullState:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """As `Engine.load_full_state_dict`. Raises ValueError for tensors that do not fit, and then changes nothing."""
         first = self._names.first
+        state = plain_names(state, self._names.state)
         if faults := _misfits(self._names.state, state):
             raise ValueError("load_full_state_dict:\n  " + "\n  ".join(faults))
         self._weights.flush()

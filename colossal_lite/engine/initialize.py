@@ -86,7 +86,7 @@ from colossal_lite.transforms.batch_statistics import (
     mark_synced,
 )
 from colossal_lite.transforms.compile import compile_blocks
-from colossal_lite.transforms.compiled_units import compiled_units, leave_untraced
+from colossal_lite.transforms.compiled_units import compiled_units, leave_untraced, trace_again
 from colossal_lite.transforms.key_cache import give_key_cache_back
 from colossal_lite.transforms.module_modes import modes_of, set_modes
 from colossal_lite.zero.budget_messages import Forecast, room_problems
@@ -157,6 +157,7 @@ def initialize(
             give_key_cache_back(model)
             hugging_face.unbind(model)
             free_statistics(model)
+            trace_again(model)
         raise
 
 

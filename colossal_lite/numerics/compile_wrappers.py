@@ -8,11 +8,17 @@ not compiled.  `put_back` leaves the model as it was given.
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from typing import Any
 
 from torch import nn
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+PART = "_orig_mod."
+"""Of the names within a wrapper."""
 
 
 class CompileWrappers:
@@ -30,7 +36,7 @@ class CompileWrappers:
         wrappers = [child for _, _, child in self._places]
         for wrapper in [*wrappers, given] if _is_wrapper(given) else wrappers:
             _refuse_hooks(wrapper)
-        self._compiled: list[nn.Module] = []
+        self._compiled: list[tuple[nn.Module, Any]] = []  # and its compiled call
         for owner, name, child in self._places:
             owner._modules[name] = self._within(child)
         self.model = self._within(given)
@@ -42,7 +48,7 @@ class CompileWrappers:
             module = around._orig_mod
             if module._compiled_call_impl is None:
                 module._compiled_call_impl = around.dynamo_ctx(module._call_impl)
-                self._compiled.append(module)
+                self._compiled.append((module, module._compiled_call_impl))
         return module
 
     def put_back(self) -> None:
@@ -51,9 +57,20 @@ class CompileWrappers:
         for owner, name, wrapper in self._places:
             if owner._modules.get(name) is _inmost(wrapper):
                 owner._modules[name] = wrapper
-        for module in self._compiled:
-            module._compiled_call_impl = None
+        for module, call in self._compiled:
+            if module._compiled_call_impl is call:
+                module._compiled_call_impl = None
         self._places, self._compiled = [], []
+
+
+def plain_names(state: Any, known: Container[str]) -> Any:
+    """A state dict with names that are not `known` as they are without wrappers. Other objects as they are."""
+    if not isinstance(state, Mapping):
+        return state
+    return {
+        name.replace(PART, "") if isinstance(name, str) and name not in known else name: x
+        for name, x in state.items()
+    }
 
 
 def _inmost(module: Any) -> Any:

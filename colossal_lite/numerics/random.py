@@ -384,7 +384,8 @@ class _Undrawn(DispatchMode):
 def on_meta(builder: Callable[[], nn.Module]) -> nn.Module:
     """Builds a module with parameters and buffers on meta: names and shapes, no values."""
     with torch.device("meta"), _Undrawn():
-        return CompileWrappers(builder()).model
+        module = builder()
+    return CompileWrappers(module).model if isinstance(module, nn.Module) else module
 
 
 def build_on_meta(builder: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Recipe]]:

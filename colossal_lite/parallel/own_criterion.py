@@ -24,7 +24,7 @@ from colossal_lite.data.batch_checks import valid_labels
 from colossal_lite.numerics.generators import drawn_between, generators_kept, states
 from colossal_lite.numerics.linearity import SEED, is_multiple
 from colossal_lite.numerics.retained_gradients import retained_gradients_kept
-from colossal_lite.numerics.unit_start import numbers_of_functions, unit_start
+from colossal_lite.numerics.user_functions import FUNCTION_SEED, UnitArrivals
 from colossal_lite.parallel.criterion_graph import nodes_between, reads_of
 
 Criterion = Callable[[Tensor, Tensor], Any]
@@ -251,27 +251,29 @@ class OwnCriterion:
 
 def _check_linear(total: Tensor, whole: Tensor) -> None:
     """Raises ValueError where the gradient of the logits is not linear in what backward starts from."""
-
-    edge = torch.autograd.graph.get_gradient_edge(total)
-    numbers = numbers_of_functions(edge, nodes_between(edge.node, whole.grad_fn))
-    start = unit_start(total, numbers)
+    arrivals = UnitArrivals(nodes_between(total.grad_fn, whole.grad_fn))
+    seed = FUNCTION_SEED if arrivals.functions else SEED
 
     def rows(factor: float) -> Tensor:
         """Of each row the least, the largest, and the sum of sizes. One gradient of the logits is there at a time."""
-        (found,) = torch.autograd.grad(total, whole, start * factor, retain_graph=True, allow_unused=True)
+        arrivals.factor = factor
+        start = torch.full_like(total, factor)
+        (found,) = torch.autograd.grad(total, whole, start, retain_graph=True, allow_unused=True)
         if found is None or not found.numel():
             return torch.zeros(3)
         found = found.reshape(-1, found.shape[-1]) if found.dim() else found.reshape(1, 1)
         return torch.stack((found.amin(-1), found.amax(-1), torch.linalg.vector_norm(found, 1, -1)))
 
-    one, times = rows(1.0), rows(SEED)
-    if numbers:
-        rows(1 / SEED)
+    with arrivals:
+        (one, reached), (times, others) = ((rows(factor), arrivals.all_arrived()) for factor in (1.0, seed))
+        if arrivals.functions:
+            rows(1 / seed)
     turned = torch.stack((times[1], times[0], -times[2]))  # as the factor is negative
     pairs = zip(turned, one, (1, 1, whole.shape[-1] if whole.dim() else 1), strict=True)
-    if not all(is_multiple(found, given, SEED, terms=terms) for found, given, terms in pairs):
+    is_linear = all(is_multiple(found, given, seed, terms=terms) for found, given, terms in pairs)
+    if not (is_linear and all(is_multiple(y, x, seed) for x, y in zip(reached, others, strict=True))):
         raise ValueError(
-            f"criterion: the gradient of the logits is not linear, as {SEED:g} times the loss shows. Backward starts "
+            f"criterion: the gradient of the logits is not linear, as {seed:g} times the loss shows. Backward starts "
             f"from a sum over the labels of a part of the batch. So the result would be another than in one process. "
             f"Legal: hooks and autograd.Functions that are linear in the gradient"
         )

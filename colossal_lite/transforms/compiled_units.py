@@ -57,6 +57,14 @@ def leave_untraced(modules: Iterable[nn.Module]) -> None:
             module.forward = untraced
 
 
+def trace_again(model: nn.Module) -> None:
+    """Undo `leave_untraced`, whose forwards belong to the modules that they were taken from."""
+    for module in model.modules():
+        if isinstance(module, AuxiliaryLoss | Dropout):
+            if hasattr(vars(module).get("forward"), "_torchdynamo_disable"):
+                del vars(module)["forward"]
+
+
 @dataclass
 class Place:
     """Where the hooks of a module go. `is_unit`: it is one. `is_within`: in a unit, where they may be traced."""

@@ -445,13 +445,43 @@ CHOOSING_WITHIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "distances to labels": lambda z, y: F.smooth_l1_loss(z, y[:, None].to(z).expand(-1, 4)),
     "a triplet of one sample": lambda z, _: F.triplet_margin_loss(z[:, :2], z[:, 2:], z[:, 1:3]),
     "a distance within a sample": lambda z, _: torch.cdist(z[:, :2, None], z[:, 2:, None]).mean(),
+    "a shift that cancels": lambda z, y: F.cross_entropy(z - z.max(), y),
+    "another shift that cancels": lambda z, y: F.cross_entropy(z - z.amax((0, 1)), y),
+    "distances of one sample each": lambda z, _: torch.cdist(z[:, :2], z[:, 2:]).diagonal().mean(),
+    "a choice of no weight": lambda z, y: F.cross_entropy(z, y) + 0.0 * z.max(),
     "one sample after another": lambda z, y: torch.stack(
         [(row.max() - row[label] + 1).relu() for row, label in zip(z, y, strict=True)]
     ).mean(),
 }  # fmt: skip
+
+
+class FusedRows(Function):
+    """As `Fused`, of each row, or of all in a tensor of one number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, labels: Tensor, is_whole: bool) -> Tensor:
+        ctx.gradient, ctx.is_whole = x.softmax(-1) - F.one_hot(labels, x.shape[-1]), is_whole
+        each = F.cross_entropy(x, labels, reduction="none")
+        return each.sum()[None] if is_whole else each
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient.mul_(gradients[0] if ctx.is_whole else gradients[0][:, None]), None, None
+
+
+def fused_rows(z: Tensor, labels: Tensor, is_whole: bool = False) -> Tensor:
+    return FusedRows.apply(z, labels, is_whole)  # type: ignore[no-untyped-call, no-any-return]
+
+
 FUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     f"a fused loss, {factor} times": lambda z, y, f=factor: f * Fused.apply(z, y)  # type: ignore[misc, no-untyped-call]
-    for factor in (1.0, 0.5, 1 / 3)
+    for factor in (1.0, 0.5, 1 / 3, 1 / 7, 0.85, 0.91)
+} | {
+    "two fused losses": lambda z, y: 0.7 * Fused.apply(z, y) + 0.3 * Fused.apply(2 * z, y),  # type: ignore[no-untyped-call]
+    "fused losses of rows": lambda z, y: fused_rows(z, y).mean(),
+    "fused losses of rows, clipped": lambda z, y: fused_rows(z, y).clamp(max=50).mean(),
+    "a fused loss in a row": lambda z, y: fused_rows(z, y, True).sum() / len(z),
+    "one beside another": lambda z, y: Fused.apply(z, y) + F.cross_entropy(z, y),  # type: ignore[no-untyped-call]
 }
 
 

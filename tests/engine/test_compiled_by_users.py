@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import pickle
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -243,6 +245,29 @@ def test_a_function_may_build_a_model_that_is_compiled() -> None:
         for ranks in (1, 2):
             for given, found in run_world(of_a_function, ranks, how):
                 assert given == names and found == pytest.approx(plain, abs=1e-12)
+
+
+def loaded_and_copied(env: RankEnv) -> tuple[bool, Any]:
+    """Whether an engine loads the state dict of a wrapper, and what a copy of the model computes after it in eval()."""
+    torch.manual_seed(0)
+    model: Any = Words().double()
+    model.blocks = nn.ModuleList(Dropping() for _ in range(2)).double()
+    given = torch.compile(model, backend="eager")
+    state = {name: torch.full_like(x, 0.1) for name, x in given.state_dict().items()}
+    with env.launch(CONFIG) as context:
+        engine = cl.initialize(given, context=context)
+        engine.load_full_state_dict(state)
+        is_loaded = all(bool((x == 0.1).all()) for x in engine.full_state_dict().values())
+        engine.train_step(batch(0))
+        engine.close()
+    pickle.dumps(model)
+    model.train()
+    copied = deepcopy(model).eval()
+    return is_loaded, torch.equal(copied(batch(1)[0]), model.eval()(batch(1)[0]))
+
+
+def test_a_wrapper_s_state_loads_and_a_model_may_be_copied_after_its_engine() -> None:
+    assert run_world(loaded_and_copied, 1) == [(True, True)]
 
 
 class Small(nn.Module):
