@@ -5,7 +5,7 @@ Such an operation is linear around each point.  So the gradient at a sample depe
 turns.  Then the operation is found by its name, in the graph from the loss to the outputs of the model.  It couples
 samples if one of its results reads rows of two, and the loss depends on that result.  What it reads is a linear map J
 of the outputs.  A backward gives J' v, and a second one, by v, gives J u.  With u in rows of an even binary digit, J u
-is zero in what does not read them.  A choice above an autograd.Function of a user is not looked at
+is zero in what does not read them.  What a user's autograd.Function reads is not seen
 (numerics/user_functions.py).  A distance matrix has no second derivative at all, and so is among these.
 Cost: in steps that look, where there is such an operation, three backwards and two more for each digit.
 """
@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-
-from colossal_lite.numerics.user_functions import is_of_a_user
 
 HINGES = frozenset(
     "Abs Clamp ClampMax ClampMin Fmax Fmin Hardshrink Hardsigmoid Hardtanh HuberLoss LeakyRelu Maximum Minimum "
@@ -45,8 +43,7 @@ Reads = list[tuple[Tensor, Tensor]]
 def chooses_between_rows(loss: Tensor, nodes: Sequence[Any], outputs: Sequence[GradientEdge]) -> bool:
     """Whether one of these `nodes` of a loss chooses between rows of `outputs`, which have a row for each sample. One
     that cannot be looked at does not count."""
-    above = _above_functions(nodes)
-    found = [n for n in dict.fromkeys(nodes) if _stem(n) in HINGES | CHOICES | DISTANCES and n not in above]
+    found = [node for node in dict.fromkeys(nodes) if _stem(node) in HINGES | CHOICES | DISTANCES]
     if not found:
         return False
     arrived = _arrivals(loss, found, outputs)
@@ -60,21 +57,6 @@ def chooses_between_rows(loss: Tensor, nodes: Sequence[Any], outputs: Sequence[G
 def _stem(node: Any) -> str:
     stem: str = node.name().rstrip("0123456789").removesuffix("Backward")
     return stem
-
-
-def _above_functions(nodes: Sequence[Any]) -> set[Any]:
-    """The nodes that are computed from a Function of a user."""
-    users: dict[Any, list[Any]] = {}
-    for node in nodes:
-        for before, _ in node.next_functions:
-            users.setdefault(before, []).append(node)
-    found, left = set[Any](), [node for node in nodes if is_of_a_user(node)]
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += users.get(node, [])
-    return found
 
 
 def _arrivals(loss: Tensor, nodes: Sequence[Any], outputs: Sequence[GradientEdge]) -> dict[Any, Tensor]:
