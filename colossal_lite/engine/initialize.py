@@ -131,15 +131,7 @@ def initialize(
     if the parked state does not fit this engine; it stays parked.  ConfigError if memory.host_budget is too small.
     """
     _check_rates(lr_lambda, optimizer, context)
-    if store is None:
-        records = TaskRecords(task, context.device)
-    elif optimizer is not None and store.parks:
-        raise ValueError(
-            "store: what an optimizer of your own keeps, only it knows; legal: a type of config.optimizer"
-        )
-    else:
-        records = store.open(task, beside=context.device)
-    wrappers = None
+    records, wrappers = _records_of(task, store, optimizer, context), None
     try:
         if isinstance(model, nn.Module):
             wrappers = CompileWrappers(model)
@@ -159,6 +151,19 @@ def initialize(
             free_statistics(model)
             trace_again(model)
         raise
+
+
+def _records_of(
+    task: str, store: HostStore | None, optimizer: Factory | None, context: Context
+) -> TaskRecords:
+    """The records of state in host memory. Raises ValueError for a store that cannot park this optimizer's."""
+    if store is None:
+        return TaskRecords(task, context.device)
+    if optimizer is not None and store.parks:
+        raise ValueError(
+            "store: what an optimizer of your own keeps, only it knows; legal: a type of config.optimizer"
+        )
+    return store.open(task, beside=context.device)
 
 
 def _initialize(
@@ -185,9 +190,8 @@ def _initialize(
     own = loss if isinstance(loss, ModelLoss) else None
     sections = traced_units(module, micro_batch, own) if config.parallel.pipeline.is_staged else None
     parallelized = _swap_layers(module, context, plan, streams, loss, few)
-    if parallelized.form != Form(regather_inputs=parallelized.form.regather_inputs):
-        if config.parallel.tensor.sequence_parallel == "auto" or parallelized.form.whole_sizes:
-            forecast_batch = None  # by a proof, which `plan` does not make
+    if _is_by_proof(parallelized, config):
+        forecast_batch = None  # `plan` makes no proof
     _check_optimizer(optimizer, module, parallelized.specs, context)
     _check_device(context)
     names = GlobalNames.of(module, parallelized.specs)
@@ -222,6 +226,13 @@ def _initialize(
     context.models.add(module)
     engine.on_step(partial(_tell_of_end, context), reads_weights=False)
     return engine
+
+
+def _is_by_proof(parallelized: Parallelized, config: Config) -> bool:
+    """Whether only a proof has found how ranks share the layers."""
+    form = parallelized.form
+    is_given = config.parallel.tensor.sequence_parallel != "auto" and not form.whole_sizes
+    return form != Form(regather_inputs=form.regather_inputs) and not is_given
 
 
 def _warn_of_order(module: nn.Module, chunks: Sequence[Chunk], names: GlobalNames, context: Context) -> None:

@@ -19,22 +19,22 @@ from torch.autograd.function import BackwardCFunction
 
 FUNCTION_SEED = -16.0
 """The multiple that Functions get. A saved gradient in fp16 has room for it."""
-OURS = ("colossal_lite", "kernels")
 
 
-def is_of_a_user(node: Any) -> bool:
+def _is_of_a_user(node: Any) -> bool:
     """Whether a node of a graph is an autograd.Function that is not the engine's."""
     if not isinstance(node, BackwardCFunction):
         return False
     function: Any = type(node)
-    return function._forward_cls.__module__.split(".")[0] not in OURS
+    package: str = function._forward_cls.__module__.split(".")[0]
+    return package != "colossal_lite"
 
 
 class UnitArrivals:
     """Within, `factor` arrives at the Functions of users among the `nodes` of a graph."""
 
     def __init__(self, nodes: Iterable[Any]) -> None:
-        self.functions = [node for node in nodes if is_of_a_user(node)]
+        self.functions = [node for node in nodes if _is_of_a_user(node)]
         self.factor = 1.0
         self.arrived: dict[Any, tuple[Tensor | None, ...]] = {}
         """What would have arrived in the last backward."""

@@ -39,10 +39,17 @@ class FusedSum(Function):
         return ctx.gradient.mul_(gradients[0]), None
 
 
+class OfAPackage(FusedSum):
+    """Of a user's package with a name that a folder of ours has too."""
+
+    __module__ = "kernels.losses"
+
+
 CRITERIA: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "mean": lambda z, y: Fused.apply(z, y),  # type: ignore[no-untyped-call]
     "a third of the mean": lambda z, y: Fused.apply(z, y) / 3,  # type: ignore[no-untyped-call]
     "sum and count": lambda z, y: (FusedSum.apply(z, y), len(y)),  # type: ignore[no-untyped-call]
+    "sum of a package": lambda z, y: (OfAPackage.apply(z, y), len(y)),  # type: ignore[no-untyped-call]
     "losses of rows and count": lambda z, y: (fused_rows(z, y).sum(), len(y)),
     "seven sums and count": lambda z, y: (7 * FusedSum.apply(z, y), len(y)),  # type: ignore[no-untyped-call]
 }
