@@ -46,6 +46,7 @@ from itertools import accumulate, combinations, groupby
 from typing import NamedTuple
 
 from colossal_lite.memory.disk_layout import whole_pages
+from colossal_lite.offload.arena_waits import waits_of
 from colossal_lite.offload.pieces import (
     PASSING,
     VISITING,
@@ -65,6 +66,7 @@ from colossal_lite.schedule.interval_packing import (
     pack_live_ranges,
     packed_apart,
 )
+from colossal_lite.schedule.optimizer_updates import NO_ARENA, ArenaWaits
 from colossal_lite.schedule.step_moments import ACCUMULATING, Backwards, SharedInterval, shared_interval
 
 
@@ -144,6 +146,10 @@ class StatePlacement:
             if (found := packed_apart(plan, longer)) is not plan:
                 return found
         return plan
+
+    def waits(self) -> ArenaWaits:
+        """What the arena delays in a step; nothing where there is none."""
+        return NO_ARENA if self.beside is None else waits_of(self.arena_with_room, self._last + 1)
 
     @property
     def _with_early_records(self) -> ArenaPlan:

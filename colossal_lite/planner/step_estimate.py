@@ -157,7 +157,7 @@ def memory_rows(
         origins["optimizer"] = f"{config.optimizer.type}, with its masters"
         rows = tuple(MemoryTerm(kind, held, origins[kind], tier) for kind, tier, held in placed.rows)
         updates = _updates(optimizer, placed, chunks)
-        choice.describe(_work_of_each(optimizer, placed, chunks), optimizer.mix, is_placed=True)
+        choice.describe(_work_of_each(optimizer, placed, chunks), optimizer.mix, placed.waits)
     shown = tuple(row for row in rows if row.bytes or row.kind in ("weights", "activations"))
     return StateForecast(shown, placed, updates, choice.lanes)
 

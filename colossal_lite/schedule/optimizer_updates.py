@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from itertools import count, takewhile, zip_longest
@@ -79,7 +79,18 @@ ON_DEVICE: Mapping[int, Crossing] = {}
 RECORDS_ALONE: Mapping[int, Streaming] = {}
 Awaited = Mapping[tuple[ActionKind, int], Collection[int]]
 """The numbers that must have left the device, by the kind and number of the action that waits (`Memory.awaited`)."""
-NOTHING_AWAITED: Awaited = {}
+
+
+@dataclass(frozen=True)
+class ArenaWaits:
+    """What an arena delays in a step, because copies on their way have their places in the same bytes."""
+
+    awaited: Awaited = field(default_factory=dict)
+    prepares: int | None = None
+    """So many of the first records have places in backward; None: all that come before an update."""
+
+
+NO_ARENA = ArenaWaits()
 
 
 def update_plan(
@@ -158,20 +169,18 @@ def run_of(
     on_host: Mapping[int, Crossing] = ON_DEVICE,
     streamed: Mapping[int, Streaming] = RECORDS_ALONE,
     early: bool = False,
-    prepares: int | None = None,
     gathers_ahead: int = 0,
     gathers_again: bool = False,
     micro_batches: int = 1,
     returning: Collection[int] = (),
-    awaited: Awaited = NOTHING_AWAITED,
+    arena: ArenaWaits = NO_ARENA,
 ) -> tuple[Plan, Memory]:
-    """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward. `prepares`: so many
-    of the first records are fetched in backward; None: all that come before an update. `gathers_ahead`: a unit's
-    weights are gathered so many units before its forward. Those at rest on the host are fetched then, unless they have
-    just been updated on the device. `gathers_again`: they are dropped after the forward, and backward fetches them
-    again. `awaited`: what has its place over that of others. Gradients that rest there leave in every backward, and the
-    step ends when they have. Those of the chunks `returning` stay on the device in the last backward, for an update
-    there. Their earlier sums come back then, and backward goes on when they are added.
+    """One rank's run of `steps` steps and its slots. The updates of a step run in the next forward. `gathers_ahead`: a
+    unit's weights are gathered so many units before its forward. Those at rest on the host are fetched then, unless
+    they have just been updated on the device. `gathers_again`: they are dropped after the forward, and backward fetches
+    them again. `arena`: what its places delay. Gradients that rest on the host leave in every backward, and the step
+    ends when they have. Those of the chunks `returning` stay on the device in the last backward, for an update there.
+    Their earlier sums come back then, and backward goes on when they are added.
 
     `units`: for each part of the model, in forward order, the chunks whose weights it is the first to read. F and
     B of stage u and micro-batch i are its computing in step i. Of several `micro_batches` in a step, whose sums are
@@ -184,7 +193,7 @@ def run_of(
     how |= dict(on_host=on_host, streamed=streamed)
     (made,) = update_plan(num_chunks, **how)
     moves = [replace(action, stage=unit_of[(action.chunk or 0) % num_chunks]) for action in made]
-    prepared, late = _prepared(moves, num_chunks, prepares)
+    prepared, late = _prepared(moves, num_chunks, arena.prepares)
     sums = _Sums.of(on_host, streamed, early=early, returning=returning if micro_batches > 1 else ())
     goes_home = {c for c, parts in streamed.items() if ChunkPart.WEIGHTS in parts.down}
     at_rest = {c for c, parts in on_host.items() if not parts.up} | goes_home
@@ -205,7 +214,7 @@ def run_of(
     read_by = {c: max(0, unit_of[c] - gathers_ahead) for c in on_host if c not in at_rest}
     memory = _with_gathers(memory, num_chunks, read_by, at_rest, at_rest - goes_home, micro_batches)
     memory = _with_gradients(memory, num_chunks, unit_of, {*on_host}, sums, micro_batches)
-    return Plan((actions,)), _awaiting(memory, awaited, micro_batches)
+    return Plan((actions,)), _awaiting(memory, arena.awaited, micro_batches)
 
 
 def _prepared(

@@ -30,6 +30,8 @@ from math import inf
 from typing import Any
 
 from colossal_lite.schedule.optimizer_updates import (
+    NO_ARENA,
+    ArenaWaits,
     ChunkPart,
     Crossing,
     Streaming,
@@ -349,12 +351,14 @@ def _improved(
 
 
 def simulated_s(
-    parts: Sequence[UpdateBytes], rates: Rates, mix: UpdateMix, computing: Computing | None = None
-) -> float:
-    """Seconds of the updates of these chunks, from the norm to the last write; beside `computing`, of a step."""
+    parts: Sequence[UpdateBytes], rates: Rates, mix: UpdateMix, computing: Computing | None = None,
+    arena: ArenaWaits = NO_ARENA,
+) -> float:  # fmt: skip
+    """Seconds of the updates of these chunks, from the norm to the last write; beside `computing`, of a step, with what
+    its `arena` delays."""
     if computing is None:
         return simulated_updates(parts, rates, mix).makespan_s
-    timeline = simulated_steps(parts, rates, mix, computing)
+    timeline = simulated_steps(parts, rates, mix, computing, arena)
     ends = [span for span in timeline.spans if _ends_step(span.action)]
     last = {span.action.micro_batch: span.end_s for span in sorted(ends, key=lambda span: span.end_s)}
     return last[STEPS - 1] - last[STEPS - 2]
@@ -374,15 +378,16 @@ def simulated_updates(parts: Sequence[UpdateBytes], rates: Rates, mix: UpdateMix
 
 
 def simulated_steps(
-    parts: Sequence[UpdateBytes], rates: Rates, mix: UpdateMix, computing: Computing
-) -> ScheduleTimeline:
+    parts: Sequence[UpdateBytes], rates: Rates, mix: UpdateMix, computing: Computing,
+    arena: ArenaWaits = NO_ARENA,
+) -> ScheduleTimeline:  # fmt: skip
     """Some steps of as many units as chunks, each with one. A chunk's part of the computing is that of its
     elements."""
     plan, memory = run_of(
         [[unit] for unit in range(len(parts))], STEPS, gathers_ahead=computing.gathers_ahead,
         gathers_again=computing.gathers_again, micro_batches=computing.simulated,
         returning=[number for number, part in enumerate(parts) if part.returning_gradient],
-        **_how(parts, mix, late=False),
+        arena=arena, **_how(parts, mix, late=False),
     )  # fmt: skip
     return _simulated(plan, memory, parts, rates, computing, mix)
 

@@ -39,6 +39,7 @@ from colossal_lite.memory.transfers import copied_to, sent_back
 from colossal_lite.numerics.optimizers import Group, Rule, groups_of, rule_of
 from colossal_lite.numerics.random import key
 from colossal_lite.observe.clock import TimedSpans
+from colossal_lite.offload.arena_waits import early_records
 from colossal_lite.offload.host_updates import HostUpdates, updating_bytes
 from colossal_lite.offload.optimizer_states import OffloadedOptimizerStates
 from colossal_lite.offload.pieces import VISITING, StateKind, passing_bytes, unused_bytes
@@ -54,7 +55,6 @@ from colossal_lite.schedule.optimizer_updates import (
     update_plan,
 )
 from colossal_lite.schedule.plan import Action, ActionKind, Plan
-from colossal_lite.schedule.step_moments import UPDATES
 from colossal_lite.schedule.update_mix import UpdateMix
 from colossal_lite.schedule.update_rates import UpdateBytes
 from colossal_lite.zero.optimizer_state import OptimizerState
@@ -403,9 +403,7 @@ class ChunkOptimizer(OptimizerState):
         """The chunks whose records have places in a shared arena before their updates."""
         if self.arena is None:
             return frozenset()
-        what = VISITING[StateKind.OPTIMIZER].what
-        ranges = (one for one in self.arena.plan.live_ranges if one.what == what)
-        return frozenset(one.number for one in ranges if one.start < UPDATES)
+        return early_records(self.arena.plan)
 
     def defer(self) -> None:
         """A step has ended: until its updates are done, the state at rest is not valid."""

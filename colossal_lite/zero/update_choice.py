@@ -29,6 +29,7 @@ from colossal_lite.config.rates_file import RatesFile, default_file, read_rates
 from colossal_lite.kernels import Ops
 from colossal_lite.memory.copy_streams import LinkSpeed, LinkSpeeds
 from colossal_lite.observe.printed_lines import tell
+from colossal_lite.schedule.optimizer_updates import NO_ARENA, ArenaWaits
 from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix, mix_of
 from colossal_lite.schedule.update_rates import (
     Computing,
@@ -126,13 +127,15 @@ class UpdateChoice:
             self._refuse_unknown(on_host, ids)
         return replace(mix_of(on_host, ids), early=early)
 
-    def describe(self, parts: Sequence[UpdateBytes], mix: UpdateMix, *, is_placed: bool = False) -> None:
+    def describe(
+        self, parts: Sequence[UpdateBytes], mix: UpdateMix, placed: Callable[[], ArenaWaits] | None = None
+    ) -> None:
         """Put the mix of these chunks in words, with its lanes where there are rates, and its seconds where these are
-        simulated: not of updates within backward. `is_placed`: under a budget or shares, what rests off the device is
-        known. Before it is, there is the choice alone."""
+        simulated: not of updates within backward. `placed`: under a budget or shares, where what rests off the device
+        is known, what its arena delays. Before it is, there is the choice alone."""
         if self._memory.records_tier == "device":
             return
-        if self._memory.moves and not is_placed:
+        if self._memory.moves and placed is None:
             if self.found is not None:
                 rule = "chosen as if all state rested off the device"
                 self.notices.append(f"memory.update_on='auto' is {shown(self.found)}: {rule}")
@@ -143,18 +146,21 @@ class UpdateChoice:
         if (rates := self.rates) is not None and any(part.moves for part in moving):
             self.lanes += f": {lanes_of_each(moving, rates, on_host)}"
             if not self._in_backward:
-                self.lanes += self._seconds(moving, on_host, mix, rates)
+                self.lanes += self._seconds(moving, on_host, mix, rates, placed)
         if self.found is not None:
             self.notices.append(f"memory.update_on='auto' is {shown(self.found)}: {self.lanes}")
 
     def _seconds(
-        self, parts: Sequence[UpdateBytes], on_host: Collection[int], mix: UpdateMix, rates: Rates
-    ) -> str:
+        self, parts: Sequence[UpdateBytes], on_host: Collection[int], mix: UpdateMix, rates: Rates,
+        placed: Callable[[], ArenaWaits] | None,
+    ) -> str:  # fmt: skip
         few, places = few_of(parts, on_host)
         like = replace(mix, on_host=frozenset(places))
         told = f", {simulated_s(few, rates, like):.3g} s simulated"
         if self.computing is not None:
-            step_s, computed_s = simulated_s(few, rates, like, self.computing), self.computing.s
+            is_each = len(few) == len(parts)  # the arena has a place for every chunk
+            arena = placed() if placed is not None and is_each else NO_ARENA
+            step_s, computed_s = simulated_s(few, rates, like, self.computing, arena), self.computing.s
             told += f"; a step of {step_s:.3g} s simulated, computing {computed_s:.3g} s"
         return told
 

@@ -11,13 +11,17 @@ import pytest
 import torch
 
 import colossal_lite as cl
-from colossal_lite.engine.engine import Engine
-from colossal_lite.offload.pieces import LEAVING, VISITING, StateKind
 from colossal_lite.schedule.checker import check
-from colossal_lite.schedule.optimizer_updates import Awaited, ChunkPart, Crossing, Streaming, run_of
+from colossal_lite.schedule.optimizer_updates import (
+    NO_ARENA,
+    ArenaWaits,
+    ChunkPart,
+    Crossing,
+    Streaming,
+    run_of,
+)
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.schedule.simulator import simulate
-from colossal_lite.schedule.step_moments import ACCUMULATING, SharedInterval
 from colossal_lite.schedule.update_mix import UpdateMix
 from colossal_lite.schedule.update_rates import Computing, Rates, UpdateBytes, simulated_s
 from tests.offload.test_waiting import (
@@ -34,6 +38,7 @@ from tests.offload.test_waiting import (
 )
 from tests.shared.pool import RankEnv, run_world
 from tests.shared.virtual import Clock
+from tests.zero.test_memory_budget import placement_of
 
 STEPS = 8
 """The first begins with all records on the host."""
@@ -43,20 +48,6 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "half of the records": dict(placement="static", host_fraction=dict(optimizer=0.5)),
     "a budget": dict(placement="auto", device_budget=880_000),
 }
-LEAVES = {
-    VISITING[StateKind.OPTIMIZER].what: ChunkPart.RECORD,
-    VISITING[StateKind.WEIGHTS].what: ChunkPart.WEIGHTS,
-    LEAVING.what: ChunkPart.GRADIENT,
-}
-"""Copies from their places in the arena."""
-COMES = {
-    (ActionKind.B, ChunkPart.RECORD): (ACCUMULATING, LEAVING.what, SharedInterval.GRADIENTS),
-    (ActionKind.FETCH, ChunkPart.RECORD): (VISITING[StateKind.OPTIMIZER].what,),
-    (ActionKind.FETCH, ChunkPart.GRADIENT): (VISITING[StateKind.GRADIENTS].what, SharedInterval.LAST_SUMS),
-    (ActionKind.FETCH, ChunkPart.WEIGHTS): (VISITING[StateKind.WEIGHTS].what,),
-    (ActionKind.UPDATE, ChunkPart.RECORD): (VISITING[StateKind.WEIGHTS].what, SharedInterval.WEIGHTS),
-}
-"""What gets its place in the arena when a layer or a part of its chunk has this action."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +66,7 @@ class Ran:
     micro_batches: int
     returning: list[int]
     """Whose sums of earlier micro-batches come back to the device for the last."""
-    prepares: int | None
-    """How many records come in backward."""
-    awaited: Awaited
+    arena: ArenaWaits
     sizes_bytes: dict[int, int]
     """By the numbers of the plan."""
     work: list[UpdateBytes]
@@ -113,7 +102,7 @@ def ran_mixed(
         waiting = [i for i, c in enumerate(chunks) if c.waits_on_device]
         assert {*away} <= {*crossings, *streamed, *waiting}
         moving = [i for i in range(LAYERS) if i not in optimizer._on_device]
-        prepares = None if shards is None else len(optimizer.early_records)
+        arena = NO_ARENA if shards is None else placement_of(engine).waits()
         sizes = {
             part.of(i, LAYERS): size
             for i, c in enumerate(chunks)
@@ -141,31 +130,10 @@ def ran_mixed(
             reads_again,
             micro_batches,
             waiting,
-            prepares,
-            awaited_by(engine),
+            arena,
             sizes,
             work,
         )
-
-
-def awaited_by(engine: Engine) -> Awaited:
-    """What each action waits for, because its place in the arena lies over that of copies on their way."""
-    found: dict[tuple[ActionKind, int], list[int]] = {}
-    arena = engine._optimizer.arena
-    keys = [] if arena is None else [(one.what, one.number) for one in arena.plan.live_ranges]
-    for (kind, part), kinds in COMES.items():
-        for what, chunk in keys:
-            if what in kinds:
-                over = [
-                    LEAVES[other].of(n, LAYERS)
-                    for other, n in keys
-                    if other in LEAVES
-                    and (other, n) != (what, chunk)
-                    and arena._meet((what, chunk), (other, n))
-                ]
-                key = kind, part.of(chunk, LAYERS)
-                found[key] = found.get(key, []) + over
-    return found
 
 
 def assert_as_simulated(seed: int, placement: str) -> None:
@@ -178,25 +146,26 @@ def assert_as_simulated(seed: int, placement: str) -> None:
 
 def assert_so(ran: Ran, seconds: Seconds) -> None:
     assert ran.step_s == pytest.approx(simulated(ran, seconds), rel=1e-6)
-    alone = replace(ran, awaited={}, prepares=None)
-    assert described(ran, seconds) == pytest.approx(simulated(alone, seconds), rel=1e-6)
+    assert described(ran, seconds) == pytest.approx(ran.step_s, rel=1e-6)
 
 
 def described(ran: Ran, seconds: Seconds) -> float:
-    """As `plan` describes the step. It does not know which places in the arena overlap."""
+    """As `plan` describes the step."""
     rate = round(RECORD_BYTES / seconds.copy)
     rates = Rates(WIDTH / (seconds.host or seconds.update), WIDTH / seconds.update, rate, rate)
     computed_s = (LAYERS * ran.micro_batches * each for each in (seconds.forward, seconds.backward))
     computing = Computing(*computed_s, ran.gathers_ahead, ran.gathers_again, ran.micro_batches)
-    return simulated_s([replace(each, early=ran.mix.early) for each in ran.work], rates, ran.mix, computing)
+    return simulated_s(
+        [replace(each, early=ran.mix.early) for each in ran.work], rates, ran.mix, computing, ran.arena
+    )
 
 
 def simulated(ran: Ran, seconds: Seconds) -> float:
     plan, held = run_of(
         [[number] for number in range(LAYERS)], STEPS, ahead=ran.mix.ahead, ahead_down=ran.mix.ahead_down,
         moving=ran.moving, on_host=ran.crossings, streamed=ran.streamed, early=True,
-        prepares=ran.prepares, gathers_ahead=ran.gathers_ahead, gathers_again=ran.gathers_again,
-        micro_batches=ran.micro_batches, returning=ran.returning, awaited=ran.awaited,
+        gathers_ahead=ran.gathers_ahead, gathers_again=ran.gathers_again, micro_batches=ran.micro_batches,
+        returning=ran.returning, arena=ran.arena,
     )  # fmt: skip
     check(plan, memory=held)
 

@@ -9,6 +9,7 @@ import pytest
 
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.optimizer_updates import (
+    ArenaWaits,
     ChunkPart,
     Crossing,
     Streaming,
@@ -139,7 +140,11 @@ def test_a_run_that_leaves_out_a_copy_of_streamed_weights_or_gradients_is_refuse
     left_out: str, fault: str
 ) -> None:
     run, held = run_of(
-        [[0], [1], [2], [3]], 2, ahead=1, prepares=0, streamed=dict.fromkeys(range(4), ALL_STREAMED)
+        [[0], [1], [2], [3]],
+        2,
+        ahead=1,
+        arena=ArenaWaits(prepares=0),
+        streamed=dict.fromkeys(range(4), ALL_STREAMED),
     )
     check(run, memory=held)
     words = str(run).split()
