@@ -164,6 +164,10 @@ class MemoryConfig(Section):
         record."""
         return self.placement == "static" or (self.placement == "auto" and self.device_budget is not None)
 
+    def may_rest(self, kind: str) -> bool:
+        """Whether any "weights" or "gradients" may be off the device after the first step."""
+        return self.placement != "static" or dict(self.host_fraction)[kind] > 0
+
     @property
     def records_tier(self) -> str:
         """The tier of optimizer records before a plan moves them."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 LOOKAHEAD = 3
-"""Chunks before its turn that a copy for an update is begun, where both sides are used."""
+"""Chunks before its turn that a copy for an update is begun, where both sides are used and no budget counts."""
 
 ALL = 2**62
 """Chunks in a row: more than there are."""
@@ -59,18 +59,23 @@ class UpdateMix:
 ALL_ON_DEVICE = UpdateMix()
 
 
-def mix_of(on_host: Fraction | Collection[int], ids: Collection[int]) -> UpdateMix:
+def mix_of(
+    on_host: Fraction | Collection[int], ids: Collection[int], lookahead: int = LOOKAHEAD
+) -> UpdateMix:
     """The mix that updates a share of the chunks on the host, or those with these numbers. `ids`: a chunk's number in
-    the whole model, by its place on this rank."""
-    if isinstance(on_host, Fraction):
-        return mix_with([place for place, number in enumerate(ids) if is_on_host(number, on_host)], len(ids))
-    return mix_with([place for place, number in enumerate(ids) if number in on_host], len(ids))
+    the whole model, by its place on this rank. `lookahead` as in `mix_with`."""
+    places = [
+        place
+        for place, number in enumerate(ids)
+        if (is_on_host(number, on_host) if isinstance(on_host, Fraction) else number in on_host)
+    ]
+    return mix_with(places, len(ids), lookahead)
 
 
-def mix_with(on_host: Collection[int], count: int) -> UpdateMix:
-    """The mix that updates these of `count` chunks on the host, with the lookahead that it takes."""
-    is_pure = len(on_host) in (0, count)
-    return UpdateMix(frozenset(on_host)) if is_pure else UpdateMix(frozenset(on_host), LOOKAHEAD, LOOKAHEAD)
+def mix_with(on_host: Collection[int], count: int, lookahead: int = LOOKAHEAD) -> UpdateMix:
+    """The mix that updates these of `count` chunks on the host, so far ahead where both sides are used."""
+    ahead = 1 if len(on_host) in (0, count) else lookahead
+    return UpdateMix(frozenset(on_host), ahead, ahead)
 
 
 def is_on_host(number: int, host_share: Fraction) -> bool:

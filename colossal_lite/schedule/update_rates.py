@@ -42,7 +42,7 @@ from colossal_lite.schedule.optimizer_updates import (
 )
 from colossal_lite.schedule.plan import CPU, DISK, Action, ActionKind, Memory, Plan
 from colossal_lite.schedule.simulator import HostBandwidth, ScheduleTimeline, simulate
-from colossal_lite.schedule.update_mix import UpdateMix, mix_of, mix_with
+from colossal_lite.schedule.update_mix import LOOKAHEAD, UpdateMix, mix_of, mix_with
 
 SIMULATED = 256
 """About as many chunks stand for all of them, where there are more. Fewer would hide how chunks differ."""
@@ -298,9 +298,11 @@ def fastest_mix(
     rates: Rates,
     computing: Computing | None = None,
     ids: Sequence[int] | None = None,
+    lookahead: int = LOOKAHEAD,
 ) -> FoundMix:
     """The share of these chunks whose simulated updates, or steps, are over first. Of several it is the smallest. Of a
-    few chunks it is those with the least bound. 0 where no record moves. `ids` as `mix_of` has them; None: places."""
+    few chunks it is those with the least bound. 0 where no record moves. `ids` and `lookahead` as `mix_of` has them;
+    without `ids`: places."""
     moving = frozenset(number for number, part in enumerate(parts) if part.record)
     if not moving:
         return FoundMix(Fraction(0), lanes_of_each(parts, rates, ()), 0.0, frozenset())
@@ -312,7 +314,7 @@ def fastest_mix(
     @cache
     def of_chosen(chosen: frozenset[int]) -> float:
         few, places = few_of(parts, chosen)
-        return simulated_s(few, rates, mix_with(places, len(few)), computing)
+        return simulated_s(few, rates, mix_with(places, len(few), lookahead), computing)
 
     def seconds(number: int) -> float:
         return of_chosen(of_share(number))

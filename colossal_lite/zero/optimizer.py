@@ -55,7 +55,7 @@ from colossal_lite.schedule.optimizer_updates import (
     update_plan,
 )
 from colossal_lite.schedule.plan import Action, ActionKind, Plan
-from colossal_lite.schedule.update_mix import UpdateMix
+from colossal_lite.schedule.update_mix import LOOKAHEAD, UpdateMix
 from colossal_lite.schedule.update_rates import UpdateBytes
 from colossal_lite.zero.optimizer_state import OptimizerState
 from colossal_lite.zero.update_choice import UpdateChoice, emulated_speeds
@@ -130,7 +130,10 @@ class ChunkOptimizer(OptimizerState):
         rules: list[Rule] = [rule_of(self.group_of(c), c.local_shard.dtype) for c in chunks]
         super().__init__(chunks, rules, shapes, records)
         shares = any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks)
-        self._choice, self._one_ahead = choice, shares or placement == "disk" or host_room is not None
+        # Budgets and slots of the disk are for one ahead.
+        self._choice, self._lookahead = choice, LOOKAHEAD
+        if shares or placement == "disk" or host_room is not None:
+            self._lookahead = 1
         self.mix = self._chosen()
         """Which updates run on the host, and how far ahead of them copies are made."""
         self.can_choose_again = placement in ("host", "disk") and not shares and host_room is None
@@ -175,14 +178,14 @@ class ChunkOptimizer(OptimizerState):
         """The mix by the choice of this moment. Collective as the choice is."""
         parts = [
             self.work_of(
-                index, record=True, gradient=chunk.gradient_at_rest is not None,
-                weights=chunk.weights_at_rest is not None,
+                index,
+                record=True,
+                gradient=self._choice.may_rest("gradients") and chunk.gradient_at_rest is not None,
+                weights=self._choice.may_rest("weights") and chunk.weights_at_rest is not None,
             )
             for index, chunk in enumerate(self._chunks)
-        ]  # fmt: skip
-        mix = self._choice(parts, [chunk.spec.id for chunk in self._chunks])
-        if self._one_ahead:  # budgets and slots of the disk are for one ahead
-            mix = UpdateMix(mix.on_host, early=mix.early)
+        ]
+        mix = self._choice(parts, [chunk.spec.id for chunk in self._chunks], self._lookahead)
         if self._backward:  # a gradient comes down when it is summed, and not before
             mix = replace(mix, ahead_down=0, early=False)
         self._choice.describe(parts, mix)

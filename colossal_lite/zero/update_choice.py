@@ -30,7 +30,7 @@ from colossal_lite.kernels import Ops
 from colossal_lite.memory.copy_streams import LinkSpeed, LinkSpeeds
 from colossal_lite.observe.printed_lines import tell
 from colossal_lite.schedule.optimizer_updates import NO_ARENA, ArenaWaits
-from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, UpdateMix, mix_of
+from colossal_lite.schedule.update_mix import ALL_ON_DEVICE, LOOKAHEAD, UpdateMix, mix_of
 from colossal_lite.schedule.update_rates import (
     Computing,
     Rates,
@@ -57,6 +57,7 @@ class UpdateChoice:
     def __init__(self, config: Config, ops: Ops, device: torch.device, gather: Gather = alone) -> None:
         """Raises ValueError for a file of rates that cannot be read."""
         self._memory = memory = config.memory
+        self.may_rest = memory.may_rest
         self._in_backward = config.optimizer.update_when == "backward"
         self._recomputes = config.activation_checkpoint == "full"
         self._gathers_ahead = config.zero.prefetch if config.zero.stage == 3 else 0
@@ -112,20 +113,22 @@ class UpdateChoice:
             micro_batches=self._micro_batches,
         )
 
-    def __call__(self, parts: Sequence[UpdateBytes], ids: Sequence[int]) -> UpdateMix:
-        """Collective under "auto", and where chunks are named. `ids`: as `mix_of` has them. Raises ValueError where
-        rates are neither given nor can be measured, and for a number that no chunk has."""
+    def __call__(
+        self, parts: Sequence[UpdateBytes], ids: Sequence[int], lookahead: int = LOOKAHEAD
+    ) -> UpdateMix:
+        """Collective under "auto", and where chunks are named. `ids` and `lookahead`: as `mix_of` has them. Raises
+        ValueError where rates are neither given nor can be measured, and for a number that no chunk has."""
         if self._memory.records_tier == "device":
             return ALL_ON_DEVICE
         early = self._memory.sends_gradients_early
         on_host = self._memory.on_host
         if self._memory.update_on == "auto":
             agreed = self.rates = self._agreed(self.rates or rates_of(self._found_here()))
-            on_host = self._fastest([replace(part, early=early) for part in parts], agreed, ids)
+            on_host = self._fastest([replace(part, early=early) for part in parts], agreed, ids, lookahead)
             self.found = {"host": float(on_host) if isinstance(on_host, Fraction) else on_host}
         elif not isinstance(on_host, Fraction):
             self._refuse_unknown(on_host, ids)
-        return replace(mix_of(on_host, ids), early=early)
+        return replace(mix_of(on_host, ids, lookahead), early=early)
 
     def describe(
         self, parts: Sequence[UpdateBytes], mix: UpdateMix, placed: Callable[[], ArenaWaits] | None = None
@@ -137,7 +140,7 @@ class UpdateChoice:
             return
         if self._memory.moves and placed is None:
             if self.found is not None:
-                rule = "chosen as if all state rested off the device"
+                rule = "chosen as if all that may rest off the device did"
                 self.notices.append(f"memory.update_on='auto' is {shown(self.found)}: {rule}")
             return
         on_host = {number for number in mix.on_host if parts[number].record}
@@ -204,11 +207,11 @@ class UpdateChoice:
         return Rates(*(min(row) for row in zip(*self._gather(list(astuple(rates))), strict=True)))
 
     def _fastest(
-        self, parts: Sequence[UpdateBytes], rates: Rates, ids: Sequence[int]
+        self, parts: Sequence[UpdateBytes], rates: Rates, ids: Sequence[int], lookahead: int
     ) -> Fraction | tuple[int, ...]:
         """The chunks that are updated on the host, where all ranks have the same and find the same; else the middle one
         of their shares. Collective."""
-        found = fastest_mix(parts, rates, self.computing, ids)
+        found = fastest_mix(parts, rates, self.computing, ids, lookahead)
         chosen = sorted(ids[place] for place in found.chosen or ())
         rows = self._gather([[*found.host_share.as_integer_ratio()], chosen, [*ids]])
         if found.chosen is not None and all(row == rows[0] for row in rows):

@@ -22,7 +22,8 @@ from colossal_lite.planner.planner import plan
 from colossal_lite.schedule.checker import check
 from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing, memory_of, update_plan
 from colossal_lite.schedule.plan import ActionKind
-from colossal_lite.schedule.update_mix import is_on_host, mix_of
+from colossal_lite.schedule.update_mix import LOOKAHEAD, is_on_host, mix_of
+from colossal_lite.schedule.update_rates import Rates, fastest_mix
 from tests.shared.covering import covering_array, name_of
 from tests.shared.parity import Case, start, steps_of
 from tests.shared.pool import RankEnv, run_world
@@ -118,6 +119,34 @@ def auto_of(env: RankEnv, rates: dict[str, Any]) -> list[bool]:
         return [engine._optimizer.is_updated_on_host(chunk) for chunk in engine._chunks]
 
 
+@pytest.mark.parametrize(("placement", "lookahead"), [("host", LOOKAHEAD), ("static", 1)])
+def test_auto_takes_the_mix_that_is_fastest_with_the_lookahead_that_a_placement_has(
+    placement: str, lookahead: int
+) -> None:
+    """On shares and budgets copies are one chunk ahead. There another mix is the fastest."""
+    ((sides, fastest, other),) = run_world(sides_of, 1, placement, lookahead)
+    assert sides == fastest != other
+
+
+def sides_of(env: RankEnv, placement: str, lookahead: int) -> tuple[list[bool], list[bool], list[bool]]:
+    """Whether each chunk is updated on the host. The same by the rates with this lookahead, and with the other."""
+    rates = dict(host_update=2e9, device_update=1.3e11, up="25GB", down="25GB")
+    memory = dict(placement=placement, update_on="auto", rates=rates)
+    memory |= dict(host_fraction=dict(optimizer=1.0)) if placement == "static" else {}
+    case = replace(DEEP, world_size=1, chunk_bytes=SMALL, config=config_of(1) | dict(memory=memory))
+    with env.launch(case.full_config) as context, redirect_stderr(io.StringIO()):
+        optimizer = start(case, context)._optimizer
+        numbers = range(len(optimizer._chunks))
+        parts = [optimizer.work_of(n, record=True, gradient=False, weights=False) for n in numbers]
+        parts = [replace(part, early=optimizer.mix.early) for part in parts]
+        known = Rates(2e9, 1.3e11, 25 * 10**9, 25 * 10**9)
+        found = [
+            fastest_mix(parts, known, lookahead=n).chosen for n in (lookahead, LOOKAHEAD + 1 - lookahead)
+        ]
+        sides = [optimizer.is_updated_on_host(chunk) for chunk in optimizer._chunks]
+        return sides, *([n in (some or ()) for n in numbers] for some in found)
+
+
 def test_what_auto_has_found_is_told_once_and_stands_in_the_config_and_the_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -137,7 +166,7 @@ def test_what_auto_has_found_is_told_once_and_stands_in_the_config_and_the_check
 def test_what_auto_has_found_for_shares_is_told_without_figures_of_all_state() -> None:
     ((told, lanes),) = run_world(told_of_shares, 1)
     assert told.startswith("memory.update_on='auto' is {") and told.endswith(
-        "as if all state rested off the device"
+        "as if all that may rest off the device did"
     )
     assert lanes == ""
 

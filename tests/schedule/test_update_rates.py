@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from colossal_lite.schedule import update_rates
-from colossal_lite.schedule.update_mix import mix_of, mix_with
+from colossal_lite.schedule.update_mix import LOOKAHEAD, mix_of, mix_with
 from colossal_lite.schedule.update_rates import (
     SIMULATED,
     Computing,
@@ -189,9 +189,10 @@ def assert_near_the_best(seed: int, most: int) -> None:
     parts = equal_parts(work, count)
     if seed % 2:
         parts = tuple(replace(part, elements=draw.randint(10**6, 4 * 10**8)) for part in parts)
-    chosen = (some for size in range(count + 1) for some in combinations(range(count), size))
-    best_s = min(simulated_s(parts, rates, mix_with(some, count)) for some in chosen)
-    assert fastest_mix(parts, rates).simulated_s <= 1.03 * best_s
+    chosen = [some for size in range(count + 1) for some in combinations(range(count), size)]
+    for lookahead in (LOOKAHEAD, 1):
+        best_s = min(simulated_s(parts, rates, mix_with(some, count, lookahead)) for some in chosen)
+        assert fastest_mix(parts, rates, lookahead=lookahead).simulated_s <= 1.03 * best_s
 
 
 @pytest.mark.parametrize("count", [40, 60])
