@@ -12,7 +12,7 @@ import runpy
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -149,6 +149,7 @@ def plain(given: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
     problems: list[Problem] = []
 
     def copied(value: Any, path: str, within: tuple[int, ...]) -> Any:
+        value = _builtin(value)
         if not isinstance(value, (Mapping, list, tuple)):
             return value
         if id(value) in within or len(within) == DEEPEST:
@@ -158,17 +159,39 @@ def plain(given: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
         within = (*within, id(value))
         if not isinstance(value, Mapping):
             return tuple(copied(item, f"{path}.{index}", within) for index, item in enumerate(value))
+        named: dict[str, Any] = {}
         for key in value:
-            if not isinstance(key, str):
-                problems.append(
-                    Problem(f"{path}[{key!r}]", value[key], "has a key that is no string", "a name")
-                )
-        named = {
-            key: copied(item, f"{path}.{key}", within) for key, item in value.items() if isinstance(key, str)
-        }
+            try:
+                item = value[key]
+            except (
+                Exception
+            ) as error:  # a mapping of the user's, such as one of OmegaConf with a name to fill in
+                rule = f"cannot be read: {type(error).__name__}: {error}"
+                problems.append(Problem(f"{path}.{key}", ABSENT, rule, "a value that the mapping has"))
+                continue
+            if isinstance(key, str):
+                named[key] = copied(item, f"{path}.{key}", within)
+            else:
+                problems.append(Problem(f"{path}[{key!r}]", item, "has a key that is no string", "a name"))
         return _without_dots(named, path, problems)
 
     return copied(given, "config", ()), problems
+
+
+def _builtin(value: Any) -> Any:
+    """Python's own number, text or list in the place of a number or array of numpy or torch, a path, or a sequence.
+
+    Without it a float of numpy would be a setting, and an int of numpy none."""
+    if isinstance(value, PurePath):
+        return str(value)
+    if callable(tolist := getattr(value, "tolist", None)) and not isinstance(value, type):
+        try:
+            return tolist()
+        except (RuntimeError, TypeError):  # a tensor of the meta device has no numbers
+            return value
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
+        return list(value)
+    return value
 
 
 def _without_dots(section: dict[str, Any], path: str, problems: list[Problem]) -> dict[str, Any]:

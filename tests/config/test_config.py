@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
-from collections.abc import Iterator
+from collections import UserDict, UserList
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -219,6 +224,63 @@ def test_short_forms_stand_for_their_sections() -> None:
         "precision": {"dtype": "fp32"},
     }
     assert short == Config.load(long)
+
+
+@pytest.mark.parametrize(
+    ("raw", "same"),
+    [
+        (dict(seed=np.int64(3)), dict(seed=3)),
+        (dict(gradient_accumulation=torch.tensor(2)), dict(gradient_accumulation=2)),
+        (dict(clip_grad_norm=np.float64(0.1)), dict(clip_grad_norm=0.1)),
+        (dict(deterministic=np.True_), dict(deterministic=True)),
+        (dict(parallel=dict(tensor=np.int32(2))), dict(parallel=dict(tensor=2))),
+        (dict(optimizer=dict(betas=np.array([0.5, 0.25]))), dict(optimizer=dict(betas=(0.5, 0.25)))),
+        (dict(optimizer=dict(betas=UserList([0.5, 0.25]))), dict(optimizer=dict(betas=(0.5, 0.25)))),
+        (UserDict(optimizer=UserDict(lr=Decimal("0.1"))), dict(optimizer=dict(lr=0.1))),
+        (dict(checkpoint=dict(keep=np.uint8(3))), dict(checkpoint=dict(keep=3))),
+        (
+            dict(memory=dict(placement="host", update_on=dict(host=[np.int64(0), np.int64(2)]))),
+            dict(memory=dict(placement="host", update_on=dict(host=(0, 2)))),
+        ),
+        (
+            dict(memory=dict(placement="disk", disk_dir=Path("some") / "where", rates=Path("rates.json"))),
+            dict(memory=dict(placement="disk", disk_dir=f"some{os.sep}where", rates="rates.json")),
+        ),
+    ],
+)
+def test_numbers_of_numpy_and_torch_paths_and_sequences_mean_what_pythons_own_do(
+    raw: Mapping[str, Any], same: dict[str, Any]
+) -> None:
+    read = Config.load(raw)
+    assert read == Config.load(same)
+    assert read.model_dump_json() == Config.load(same).model_dump_json()
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (np.float64(2.0), "gradient_accumulation = 2.0: has the wrong type, float; legal: an int >= 1"),
+        (np.True_, "gradient_accumulation = True: has the wrong type, bool; legal: an int >= 1"),
+        (np.array([2]), "gradient_accumulation = (2,): has the wrong type, tuple; legal: an int >= 1"),
+        (torch.ones(1, device="meta"), "has the wrong type, Tensor; legal: an int >= 1"),
+    ],
+)
+def test_numbers_of_numpy_and_torch_are_refused_where_pythons_own_are(value: object, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        Config.load(dict(gradient_accumulation=value))
+
+
+class Unread(UserDict[str, Any]):
+    """A mapping with a value to fill in, as OmegaConf has."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise LookupError(f"{key} has no value yet")
+
+
+def test_a_value_that_a_mapping_does_not_give_is_refused_by_name() -> None:
+    told = "config.optimizer.lr = not given: cannot be read: LookupError: lr has no value yet; legal: a value"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        Config.load(dict(optimizer=Unread(lr=None)))
 
 
 def test_a_configuration_is_frozen() -> None:
