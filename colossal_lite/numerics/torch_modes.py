@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -9,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _len_torch_dispatch_stack
@@ -26,8 +28,16 @@ READ_NO_VALUES = frozenset(
 """Operations that take of a tensor its shape and dtype alone."""
 
 
+_UNTRACED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+"""Of a mode's code and all that it calls, where a user's code is compiled. Else torch.compile compiles these too."""
+
+
 class DispatchMode(TorchDispatchMode):
     """A mode that is given each operation."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
+        eval_frame.set_code_exec_strategy(cls.__torch_dispatch__.__code__, _UNTRACED)
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,6 +100,16 @@ def outside_compiler(call: Callable[Given, Found]) -> Callable[Given, Found]:
         call, reason="an engine's step is Python that is not traced; compile the model, or the loss"
     )
     return found
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within, compiled code runs as it was written. Beside a mode torch would leave it uncompiled for good."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import costs each rank 155 MB
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def refuse_without_gradients(what: str) -> None:

@@ -3,21 +3,23 @@
 Note: storages, not tensors.
 Views share their bytes, so each storage counts once, from the operation that makes it until it is freed.  The meter
 sees every operation of torch's dispatcher while it is active.  So it also works on meta tensors, which hold no bytes.
-The planner measures a run that way without its devices.  The storages alive at the end of a forward pass are those that
-autograd saves for backward, recomputation included.  It does not see workspace inside one operation.
+The planner measures a run that way without its devices.  Compiled code runs uncompiled while it is active.  The
+storages alive at the end of a forward pass are those that autograd saves for backward, recomputation included.  It does
+not see workspace inside one operation.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from colossal_lite.numerics.torch_modes import DispatchMode
+from colossal_lite.numerics.torch_modes import DispatchMode, uncompiled
 from colossal_lite.observe.shape_cache import storage_of, tensors_in
 
 
@@ -33,6 +35,17 @@ class LiveBytes(DispatchMode):
         self.now_bytes = self.peak_bytes = 0
         self._alive: set[int] = set()
         self._run = run
+        self._around: list[ExitStack] = []
+
+    def __enter__(self) -> Self:
+        self._around.append(around := ExitStack())
+        around.enter_context(uncompiled())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with self._around.pop():
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {storage_of(x) for x in tensors_in((args, kwargs))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,32 @@ def test_what_a_user_compiles_trains_as_it_is_also_on_a_tensor_axis(how: str, ra
     plain = run_world(losses, 1, "as it is")[0]
     for found in run_world(losses, ranks, how):
         assert found == pytest.approx(plain, abs=1e-12)
+
+
+def compiled_while_metered(env: RankEnv, how: str, meters: bool) -> tuple[list[float], set[tuple[str, bool]]]:
+    """Losses of two steps: the last is metered, or the first by a budget. Compiled functions: whether a user's."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+    torch.manual_seed(0)
+    memory = {} if meters else dict(memory=dict(placement="auto", device_budget=2_000_000))
+    with env.launch(CONFIG | memory) as context:
+        engine = cl.initialize(compiled(Words(), how), context=context)
+        found = [float(engine.train_step(batch(0)).loss)]
+        with engine.metered() if meters else nullcontext():
+            found.append(float(engine.train_step(batch(1)).loss))
+    calls = [m for m in torch._dynamo.utils.get_compilation_metrics() if m.co_name]
+    return found, {(m.co_name, str(m.co_filename) == __file__) for m in calls}
+
+
+@pytest.mark.parametrize("meters", [False, True])
+@pytest.mark.parametrize("how", ["the model", "the model in place", "each block"])
+def test_a_metered_step_compiles_nothing_and_later_steps_compile_what_a_user_compiled(
+    how: str, meters: bool
+) -> None:
+    plain = run_world(losses, 1, "as it is")[0]
+    ((found, functions),) = run_world(compiled_while_metered, 1, how, meters)
+    assert found == pytest.approx(plain, abs=1e-12)
+    assert functions == {("forward", True)}
 
 
 def losses_by_step(env: RankEnv, own_loop: bool) -> tuple[list[float], int]:
