@@ -27,10 +27,15 @@ class CalibrateCommand:
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         started_s = time.perf_counter()
+        machine = machine_name(device)
+        try:
+            path = self.file or default_file(machine, Path.home() / ".cache")
+        except RuntimeError as error:
+            raise ValueError(
+                "--file: not given, and this user has no home folder; legal: --file PATH, a file in a folder of yours"
+            ) from error
         found = measure(device, kernels.select("auto", device.type), self.disk_dir)
         flops = block_flops(device)
-        machine = machine_name(device)
-        path = self.file or default_file(machine, Path.home() / ".cache")
         rates = found.rates.model_copy(update={"flops": flops})
         measured = {name: value for name, value in asdict(found).items() if value is not None}
         try:

@@ -7,6 +7,8 @@ Note: JSON, `{"machine": ..., "made": ..., "rates": {...}, "measured": {...}}`. 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +33,15 @@ class RatesFile:
 def default_file(machine: str, cache: Path) -> Path:
     """Where `calibrate` keeps the rates of a machine, in the user's folder `cache`."""
     return cache / "colossal_lite" / f"rates-{re.sub(r'[^A-Za-z0-9.]+', '-', machine).strip('-')}.json"
+
+
+def kept_file(machine: str) -> Path | None:
+    """Where `calibrate` has kept the rates of a machine, for this user. None: nowhere that this user can see."""
+    try:
+        path = default_file(machine, Path.home() / ".cache")
+        return path if path.is_file() else None
+    except (RuntimeError, OSError):  # a user without a home, or with that of another user
+        return None
 
 
 def read_rates(path: Path) -> RatesFile:
@@ -64,6 +75,7 @@ def write_rates(path: Path, found: RatesFile, measured: Mapping[str, Any]) -> No
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(content, indent=2) + "\n"
     if path.is_file() or not path.exists():
-        write_whole(path.resolve(), text)  # a link stays one
+        writer = f".{platform.node()}.{os.getpid()}"  # ranks and hosts may calibrate at once
+        write_whole(path.resolve(), text, by=writer)  # a link stays one
     else:  # a pipe or a device
         path.write_text(text, encoding="utf-8")

@@ -25,7 +25,7 @@ import torch
 from colossal_lite.config.config import Config
 from colossal_lite.config.errors import shown
 from colossal_lite.config.memory_schema import RatesConfig, UpdateOn
-from colossal_lite.config.rates_file import RatesFile, default_file, read_rates
+from colossal_lite.config.rates_file import RatesFile, kept_file, read_rates
 from colossal_lite.kernels import Ops
 from colossal_lite.memory.copy_streams import LinkSpeed, LinkSpeeds
 from colossal_lite.observe.printed_lines import tell
@@ -190,8 +190,7 @@ class UpdateChoice:
                 "dict(host_update=, device_update=, up=) of the machine that it is for, or the file of `colossal-lite "
                 "calibrate`"
             )
-        path = default_file(machine_name(self._device), Path.home() / ".cache")
-        if path.is_file():
+        if (path := kept_file(machine_name(self._device))) is not None:
             self.notices.append(f"memory.rates: not given; of {path}")
             kept = self._read(path).rates
             self._flops = kept.flops

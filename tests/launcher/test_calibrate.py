@@ -19,7 +19,7 @@ from colossal_lite.config.rates_file import RatesFile, default_file, read_rates,
 from colossal_lite.kernels import TORCH
 from colossal_lite.launcher.calibrate_command import CalibrateCommand
 from colossal_lite.memory.copy_streams import LinkSpeed
-from colossal_lite.zero import calibration
+from colossal_lite.zero import calibration, update_choice
 from colossal_lite.zero.update_choice import UpdateChoice, emulated_speeds, rates_of
 
 CPU = torch.device("cpu")
@@ -43,6 +43,44 @@ def test_rates_that_a_full_disk_cuts_short_leave_the_old_file(tmp_path: Path) ->
     with patch.object(Path, "write_text", half), pytest.raises(OSError, match="no space left"):
         write_rates(path, replace(old, made="2026-01-02"), {})
     assert read_rates(path) == old and [*tmp_path.iterdir()] == [path]
+
+
+def test_processes_that_calibrate_at_once_each_write_a_whole_file(tmp_path: Path) -> None:
+    path, real = tmp_path / "rates.json", Path.write_text
+    mine = RatesFile("a big one", "2026-01-01", RatesConfig(host_update=4e9, device_update=1e11, up=10**9))
+    numbers = iter([1, 2])
+
+    def between(where: Path, text: str, encoding: str) -> int:
+        written = real(where, text, encoding)
+        if "2026-01-01" in text:  # the other process writes and renames its file here
+            write_rates(path, replace(mine, made="2026-01-02"), {})
+            assert read_rates(path).made == "2026-01-02"
+        return written
+
+    with patch.object(Path, "write_text", between), patch.object(os, "getpid", lambda: next(numbers)):
+        write_rates(path, mine, {})
+    assert read_rates(path) == mine and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError(13, "Permission denied")])
+def test_a_user_without_a_home_of_its_own_has_no_kept_rates_and_measures(error: Exception) -> None:
+    """Such as a number without a name in a container, or one whose HOME is still that of root."""
+    choice = choice_of(dict())
+    what = "home" if isinstance(error, RuntimeError) else "is_file"
+    with patch.object(Path, what, side_effect=error), patch.object(calibration, "NUMEL", 2**14):
+        with patch.object(update_choice, "machine_name", lambda device: "a big one"):
+            assert choice._found_here().up
+    assert "measured now" in choice.notices[0]
+
+
+def test_the_command_of_a_user_without_a_home_asks_for_a_file_before_it_measures() -> None:
+    with (
+        patch.object(Path, "home", side_effect=RuntimeError("no home")),
+        patch.object(calibration, "measure") as measured,
+    ):
+        with pytest.raises(ValueError, match="this user has no home folder; legal: --file PATH"):
+            CalibrateCommand().run()
+    assert not measured.called
 
 
 def test_rates_may_go_to_a_device(tmp_path: Path) -> None:
