@@ -163,9 +163,7 @@ def plain(given: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
         for key in value:
             try:
                 item = value[key]
-            except (
-                Exception
-            ) as error:  # a mapping of the user's, such as one of OmegaConf with a name to fill in
+            except Exception as error:  # of a user's own mapping, as OmegaConf's for a value to fill in
                 rule = f"cannot be read: {type(error).__name__}: {error}"
                 problems.append(Problem(f"{path}.{key}", ABSENT, rule, "a value that the mapping has"))
                 continue
