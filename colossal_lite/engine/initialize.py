@@ -53,6 +53,7 @@ from colossal_lite.memory.host_store import HostStore
 from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.transfers import buffers_to_device, to_device
+from colossal_lite.memory.weight_chunk import OwnChanges
 from colossal_lite.models import GPT
 from colossal_lite.numerics.compile_wrappers import CompileWrappers
 from colossal_lite.numerics.lr_schedules import told_of_end
@@ -663,9 +664,10 @@ def _build_chunks(
         lambda spec: stages.is_first_holder(spec.key.stages), records, ops,
     )  # fmt: skip
     frozen = build_frozen(mine, config, context.mesh, device, records)
+    changes = OwnChanges(named.values())
     for chunk in (*chunks, *frozen):
         left = records.kept is not None and chunk.spec.key.trains
-        chunk.adopt(named, None if left else initial)
+        chunk.adopt(named, None if left else initial, changes)
     packed_names = {entry.name for spec in packed for entry in spec.entries}
     for name in named.keys() - packed_names:
         parameter = named[name]

@@ -12,7 +12,7 @@ memory/chunk.py adds what training needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache, partial
@@ -34,6 +34,42 @@ from colossal_lite.numerics.torch_modes import storage_of
 UNSHARDED = Sharding()
 Values = Callable[[str, int, int], Tensor]
 """Elements [start, stop) of the flattened local parameter of that name, in any dtype."""
+
+
+class OwnChanges:
+    """Versions of parameters, as the engine's own changes have made them.
+
+    Parameters that are views of one tensor, such as the parts of `w.chunk(3)`, have one version in torch. It counts the
+    changes of all of them, in whatever chunks they are."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        every = list(dict.fromkeys(parameters))
+        before = [p._version for p in every]
+        increment_version(every)
+        apart = [p._version - version == 1 for p, version in zip(every, before, strict=True)]
+        self._of = {p: [p._version] for p, alone in zip(every, apart, strict=True) if alone}
+        shared = [p for p, alone in zip(every, apart, strict=True) if not alone]
+        while shared:
+            before = [p._version for p in shared]
+            increment_version(shared[:1])
+            moved = [p for p, version in zip(shared, before, strict=True) if p._version != version]
+            self._of |= dict.fromkeys(moved, [shared[0]._version])  # one list for all of them
+            shared = [p for p in shared if p not in self._of]
+
+    def count(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The engine changes these."""
+        increment_version(parameters)
+        for parameter in parameters:
+            self._of[parameter][0] += 1
+
+    def note(self, parameters: Sequence[nn.Parameter]) -> None:
+        """What changed these before does not matter."""
+        for parameter in parameters:
+            self._of[parameter][0] = parameter._version
+
+    def others(self, parameter: nn.Parameter) -> bool:
+        """Whether others have changed it in place."""
+        return parameter._version != self._of[parameter][0]
 
 
 class WeightState(StrEnum):
@@ -129,7 +165,7 @@ class WeightChunk:
         self.weights = WeightState.SHARDED if self.is_sharded else WeightState.WHOLE
         self.version = 0
         """How often the weights have changed."""
-        self._versions: list[int] = []  # of the parameters, as our own changes have made them
+        self._changes = OwnChanges(())
         self._storage = self.placeholder  # identity of that in which the parameters are
         self._gathering: PendingCollective | None = None
         self._incoming: Transfer | None = None
@@ -166,9 +202,15 @@ class WeightChunk:
         kept = self.local_shard if self.is_sharded else self.full_weight
         return self.types.resting_bytes(kept.numel())
 
-    def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Values | None) -> None:
+    def adopt(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        initial: Values | None,
+        changes: OwnChanges | None = None,
+    ) -> None:
         """Make each entry's parameter a view of `full_weight`, with its initial value; None: values are loaded
-        later."""
+        later. `changes`: those of all parameters of a model; None: no other chunk has views of the same tensors."""
+        self._changes = OwnChanges(parameters.values()) if changes is None else changes
         self._parameters = [parameters[entry.name] for entry in self.spec.entries]
         self._placeholders = [self._nowhere.expand(p.shape) for p in self._parameters]
         starts = (entry.start for entry in self.spec.entries)
@@ -213,12 +255,11 @@ class WeightChunk:
         """Count a change of weights, of this rank's shard or not, so that views saved before it raise. Autograd does
         not see changes of views that parameters were given as their `data`."""
         self.version += 1
-        increment_version(self._parameters)
-        self._versions = [version + 1 for version in self._versions]
+        self._changes.count(self._parameters)
 
     def note_versions(self) -> None:
         """All weights were set: what changed them before does not matter."""
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._changes.note(self._parameters)
 
     def regain_parameters(self) -> None:
         """All weights were set: parameters are views of them again, whatever others have done with them."""
@@ -247,8 +288,8 @@ class WeightChunk:
             return name
         if self.takes_changes and self.weights is WeightState.WHOLE:
             return None
-        changed = zip(self.spec.entries, self._parameters, self._versions, strict=True)
-        return next((entry.name for entry, p, version in changed if p._version != version), None)
+        each = zip(self.spec.entries, self._parameters, strict=True)
+        return next((entry.name for entry, parameter in each if self._changes.others(parameter)), None)
 
     def defer(self) -> None:
         """Hide the weights until their deferred update."""
