@@ -11,7 +11,7 @@ forward_hooks.py).  Here they are set back between two forwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -20,7 +20,7 @@ from torch import nn
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.numerics.random import DropoutStreams
-from colossal_lite.parallel.small_copy import deep_copy
+from colossal_lite.parallel.small_copy import deep_copy, numbers_of, set_back
 from colossal_lite.parallel.swap_proof import (
     LossOf,
     NotRunError,
@@ -55,7 +55,7 @@ class RepeatedForwards:
     def _check_splits(self, model: nn.Module, parts: Sequence[Batch], where: str, loss_of: LossOf) -> None:
         if self.splits:
             (alone,) = runs_in_turn(deep_copy(model), parts[-1:], loss_of)
-            behind = runs_in_turn(deep_copy(model), parts, loss_of, _set_back)[-1]
+            behind = runs_in_turn(deep_copy(model), parts, loss_of, set_back)[-1]
             if found := difference_of_runs(alone, [behind]):
                 self._refuse(
                     model, f"{found} of a part of a batch depends on the part before, on {where}", self.splits
@@ -84,32 +84,5 @@ class RepeatedForwards:
         )
 
 
-def _numbers_of(module: nn.Module) -> dict[str, int | float]:
-    """Numbers that it keeps as attributes."""
-    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
-
-
 def _numbers(model: nn.Module) -> list[dict[str, int | float]]:
-    return [_numbers_of(module) for module in model.modules()]
-
-
-def _set_back(model: nn.Module) -> Callable[[], None]:
-    """A function that gives buffers, numbers and frozen parameters of `model` the values that they have now."""
-    buffers = [
-        (module._buffers, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    values = [None if buffer is None else buffer.clone() for _, _, buffer in buffers]
-    numbers = [(module, _numbers_of(module)) for module in model.modules()]
-    frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
-
-    def run() -> None:
-        for (owner, name, _), value in zip(buffers, values, strict=True):
-            owner[name] = None if value is None else value.clone()
-        for module, kept in numbers:
-            module.__dict__.update(kept)
-        for parameter, value in frozen:
-            parameter.data = value.clone()
-
-    return run
+    return [numbers_of(module) for module in model.modules()]

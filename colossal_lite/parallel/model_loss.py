@@ -27,7 +27,14 @@ from colossal_lite.layers.tensor_modes import TensorStrategy
 from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.proof_modes import TOLERANCE, Plainly
 from colossal_lite.parallel.copy_batches import is_more_than_words, labels_samples, samples_of
-from colossal_lite.parallel.small_copy import NoCopyError, few_ids, few_rows, small_copy, table_roles
+from colossal_lite.parallel.small_copy import (
+    NoCopyError,
+    few_ids,
+    few_rows,
+    set_back,
+    small_copy,
+    table_roles,
+)
 from colossal_lite.transforms.batch_statistics import is_over_the_batch
 
 CLEAR_NAMES = ("targets", "labels", "lm_labels", "target", "label")
@@ -195,11 +202,13 @@ class _Trial:
     def run(self, labels: Tensor, samples: slice = slice(None)) -> tuple[float, list[Tensor]]:
         """Loss and gradients of some samples."""
         self.model.zero_grad()
+        back = set_back(self.model)
         with torch.enable_grad(), Plainly():
             args = [x[samples] for x in self.batch.args]
             named = {n: x[samples] for n, x in {**self.batch.kwargs, self.name: labels}.items()}
             loss = loss_in(self.model(*args, **named))
-        loss.backward()
+            loss.backward()  # which may run code of the forward again
+        back()
         return float(loss.detach()), [
             torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()
         ]

@@ -15,7 +15,7 @@ import copy
 import copyreg
 import gc
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -149,6 +149,33 @@ def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
         for name, value in list(vars(module).items()):
             module.__dict__[name] = _rebound(value, memo)
     return made
+
+
+def numbers_of(module: nn.Module) -> dict[str, int | float]:
+    """Numbers that it keeps as attributes."""
+    return {name: value for name, value in vars(module).items() if type(value) in (int, float)}
+
+
+def set_back(model: nn.Module) -> Callable[[], None]:
+    """A function that gives buffers, numbers and frozen parameters of `model` the values that they have now."""
+    buffers = [
+        (module._buffers, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    values = [None if buffer is None else buffer.clone() for _, _, buffer in buffers]
+    numbers = [(module, numbers_of(module)) for module in model.modules()]
+    frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+
+    def run() -> None:
+        for (owner, name, _), value in zip(buffers, values, strict=True):
+            owner[name] = None if value is None else value.clone()
+        for module, kept in numbers:
+            module.__dict__.update(kept)
+        for parameter, value in frozen:
+            parameter.data = value.clone()
+
+    return run
 
 
 def on_meta_copy(model: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import colossal_lite as cl
 from colossal_lite.data.batch import Batch
@@ -303,3 +304,24 @@ def proven_ctc(env: RankEnv) -> int | None:
 
 def test_a_ctc_loss_is_not_tried_with_labels_below_0() -> None:
     assert run_world(proven_ctc, 1) == [None]
+
+
+class NormsItsHead(OwnLoss):
+    """Its forward moves buffers in training, as a power iteration does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.head)
+
+
+class RecomputesADropout(OwnLoss):
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        dropped = checkpoint(
+            lambda x: (F.dropout(x, 0.5, self.training) * x).tanh(), logits, use_reentrant=False
+        )
+        return super().loss(dropped, targets)
+
+
+@pytest.mark.parametrize("kind", [NormsItsHead, RecomputesADropout])
+def test_a_loss_is_a_mean_whatever_its_forward_keeps_or_its_backward_runs_again(kind: type[OwnLoss]) -> None:
+    assert model_loss(build(kind)) == ModelLoss("targets", -1)
