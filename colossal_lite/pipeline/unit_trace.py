@@ -178,8 +178,9 @@ def trace_units(
     blocks = tuple(blocks_of(model))
     if len(blocks) < 2:
         raise UnitsError(
-            f"parallel.pipeline: {type(model).__name__} does not say what its units are; legal: blocks of one class in "
-            f"an nn.ModuleList, nn.ModuleDict or nn.Sequential, or a method pipeline_sections() (docs/pipeline.md)"
+            f"parallel.pipeline: {type(model).__name__} does not say what its units are; legal: blocks of one class, "
+            f"with modules in them, in an nn.ModuleList, nn.ModuleDict or nn.Sequential, or a method "
+            f"pipeline_sections() (docs/pipeline.md)"
         )
     _check_kinds(model, blocks)
     failed: tuple[TracedCopy, Exception] | None = None

@@ -88,7 +88,7 @@ def apply_activation_checkpoint(module: nn.Module, mode: Mode, streams: DropoutS
     if not blocks:
         raise ValueError(
             f"activation_checkpoint={mode!r}: {type(module).__name__} has no nn.ModuleList, ModuleDict or Sequential "
-            f"of blocks of one class; hold its blocks in one, or use 'none'"
+            f"of blocks of one class, with modules in them; hold its blocks in one, or use 'none'"
         )
     # Torch imports this in its first `checkpoint`, and the import keeps that call's tensors until a collection.
     importlib.import_module("torch._dynamo")

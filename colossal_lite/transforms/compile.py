@@ -23,7 +23,7 @@ def compile_blocks(blocks: Mapping[str, nn.Module], device: torch.device) -> Non
     Raises ConfigError if there are no blocks, or if nothing can be compiled on this device.
     """
     if not blocks:
-        rule = "the model has no nn.ModuleList of blocks of one class"
+        rule = "the model has no nn.ModuleList of blocks of one class, with modules in them"
         raise ConfigError([Problem("compile", "block", rule, "'none'")])
     try:
         torch.compile(_line)(torch.zeros(2, device=device))
