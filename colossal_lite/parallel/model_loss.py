@@ -210,7 +210,9 @@ class _Trial:
             loss.backward()  # which may run code of the forward again
         back()
         return float(loss.detach()), [
-            torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()
+            torch.zeros_like(p) if p.grad is None else p.grad
+            for p in self.model.parameters()
+            if p.requires_grad
         ]
 
     def kept(self) -> str:

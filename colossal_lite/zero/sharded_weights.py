@@ -244,8 +244,7 @@ class ParameterGather(ShardedWeights):
         return (
             f"{self._phase}: the weights {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} are read when the "
             f"plan of zero.stage=3 has dropped them. A model may leave modules out, but must use them in the order of "
-            f"its first step. It may use no others, such as experts that no sample had there. Each forward needs a "
-            f"backward of its own. zero.stage=2 has no such rule"
+            f"its first step. Each forward needs a backward of its own. zero.stage=2 has no such rule"
         )
 
     # ---- gathers and drops ----

@@ -322,6 +322,14 @@ class RecomputesADropout(OwnLoss):
         return super().loss(dropped, targets)
 
 
-@pytest.mark.parametrize("kind", [NormsItsHead, RecomputesADropout])
+class HasWholeNumbers(OwnLoss):
+    """A parameter of integers, which has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.arange(WORDS), requires_grad=False)
+
+
+@pytest.mark.parametrize("kind", [NormsItsHead, RecomputesADropout, HasWholeNumbers])
 def test_a_loss_is_a_mean_whatever_its_forward_keeps_or_its_backward_runs_again(kind: type[OwnLoss]) -> None:
     assert model_loss(build(kind)) == ModelLoss("targets", -1)
