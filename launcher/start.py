@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from colossal_lite import kernels
+from colossal_lite.config.call_forms import with_form
 from colossal_lite.config.config import Config, ConfigError, Problem
 from colossal_lite.config.config_dict import ConfigDict
 from colossal_lite.distributed import host_handshake
@@ -58,6 +59,11 @@ LOOPBACK = "127.0.0.1"
 MARGIN_S = 0.3
 
 
+@with_form(
+    "cl.launch",
+    "cl.launch(config), with a dict or the name of a file; cl.launch({}) has the defaults. By name too: "
+    "overrides, store, rank, world_size",
+)
 def launch(
     config: ConfigDict | str | Path | Config,
     model_facts: ModelFacts | None = None,

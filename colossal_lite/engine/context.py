@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 from weakref import WeakSet
 
+from colossal_lite.config.call_forms import with_form
 from colossal_lite.data.dataloader import dataloader as build_loader
 from colossal_lite.data.dataset_facts import dataset_facts, dataset_fault, steady_fields
 from colossal_lite.data.loader import Collate, LabelForm, Loader, Place, cut, cut_batch
@@ -114,6 +115,7 @@ class Context:
             else cut_batch(global_batch, *place)
         )
 
+    @with_form("context.dataloader", "context.dataloader(dataset, global_batch=...)")
     def dataloader(
         self, dataset: MapDataset | Iterable[Any] | DataLoader[Any], *, global_batch: int | None = None,
         start: int = 0, shuffle: bool | None = None, drop_last: bool | None = None, workers: int | None = None,

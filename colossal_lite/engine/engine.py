@@ -36,6 +36,7 @@ from colossal_lite.checks.batch_arguments import AllowedArguments
 from colossal_lite.checks.foreign_steps import ForeignSteps
 from colossal_lite.checks.model_structure import OwnForward
 from colossal_lite.checks.rank_comparison import RankComparison, changes_apart
+from colossal_lite.config.call_forms import with_form
 from colossal_lite.config.config import Config
 from colossal_lite.config.errors import shown
 from colossal_lite.data.batch import Batch, first_input
@@ -80,6 +81,8 @@ from colossal_lite.zero.grad_norm import in_order, squares_of
 from colossal_lite.zero.memory_budget import lengths_of
 from colossal_lite.zero.user_optimizer import Factory
 from colossal_lite.zero.weight_slots import ShardedWeights
+
+BATCH = "where a batch is one value: (inputs, labels), or a dict"
 
 
 class Engine:
@@ -202,12 +205,14 @@ class Engine:
 
     # ---- a step ----
 
+    @with_form("engine.train_step", f"engine.train_step(batch), {BATCH}")
     def train_step(self, batch: Any) -> StepResult:
         """Run one optimizer step on this rank's part of the global batch. Raises as `step`."""
         self.forward_backward(batch)
         return self.step()
 
     @noting_faults
+    @with_form("engine.forward_backward", f"engine.forward_backward(batch), {BATCH}")
     def forward_backward(self, batch: Any) -> Tensor:
         """Compute gradients of the global mean loss. Returns that loss: 0-d, equal on every rank."""
         with self._parts.measured():
@@ -290,6 +295,7 @@ class Engine:
             raise self._state.stop_all()
         return result
 
+    @with_form("engine.eval_step", f"engine.eval_step(batch), {BATCH}")
     def eval_step(self, batch: Any) -> Tensor:
         """The global mean loss of a batch, without gradients: 0-d, equal on every rank."""
         loss_sum, count = self.eval_sums(batch)
@@ -297,6 +303,7 @@ class Engine:
 
     @torch.no_grad()
     @noting_faults
+    @with_form("engine.eval_sums", f"engine.eval_sums(batch), {BATCH}")
     def eval_sums(self, batch: Any) -> tuple[float, float]:
         """The sum of the loss over the valid labels of a global batch, and their number; `eval_step` divides the two.
         Over many batches they add up to the mean over all of them. Equal on every rank."""
@@ -357,6 +364,9 @@ class Engine:
         self._state.zero_grad()
 
     @noting_faults
+    @with_form(
+        "engine.backward", "engine.backward(loss), or with the count of labels: engine.backward(loss, count)"
+    )
     def backward(
         self, loss: Tensor, count: int | Tensor | None = None, *, retain_graph: bool = False
     ) -> None:

@@ -30,6 +30,7 @@ from colossal_lite.checks.model_structure import (
 )
 from colossal_lite.checks.rank_comparison import recomputes, splits
 from colossal_lite.checks.same_model import check_same_model
+from colossal_lite.config.call_forms import with_form
 from colossal_lite.config.config import Config
 from colossal_lite.config.errors import ConfigError, refuse
 from colossal_lite.config.parallel_schema import ModelFacts
@@ -96,6 +97,11 @@ from colossal_lite.zero.parameter_order import by_order, order_of_use, warn_if_o
 from colossal_lite.zero.user_optimizer import Factory, check_apart
 
 
+@with_form(
+    "cl.initialize",
+    "cl.initialize(model, context=context), with the context of cl.launch. By name too: criterion, plan, optimizer, "
+    "lr_lambda, example, directory, store, task",
+)
 def initialize(
     model: nn.Module | Callable[[], nn.Module],
     *,

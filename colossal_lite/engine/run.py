@@ -28,8 +28,9 @@ from colossal_lite.checkpoint.manifest import Change, CheckpointError, changes
 from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.checkpoint.run_state import Loaded
 from colossal_lite.checks.batch_sizes import refuse_sizes
+from colossal_lite.config.call_forms import with_form
 from colossal_lite.data.loader import Loader
-from colossal_lite.engine.engine import Engine
+from colossal_lite.engine.engine import BATCH, Engine
 from colossal_lite.engine.loader_arguments import loader_names, refuse_unknown, whole
 from colossal_lite.engine.step_measurements import leave_measurements
 from colossal_lite.engine.step_totals import StepResult
@@ -57,6 +58,7 @@ class Run:
     `evaluation.jsonl`, `run.json`, `trace.json`. Measurements: `measured.json` (memory of the second step) and
     `schedule.json` (times of the third). The last step is always saved."""
 
+    @with_form("cl.Run", "cl.Run(directory, engine), and by name: save_every, log, facts, fresh, ...")
     def __init__(
         self, directory: str | Path, engine: Engine, *, save_every: int | None = None, log: str | Sequence[str] = (),
         facts: Mapping[str, Any] | None = None, bytes_per_token: float | None = None, flops_per_token: float = 0.0,
@@ -100,6 +102,7 @@ class Run:
 
     # ---- the loop ----
 
+    @with_form("run.batches", "run.batches(dataset, steps=..., global_batch=...)")
     def batches(self, dataset: Any, *, steps: int, **loader: Any) -> Iterator[Any]:
         """This rank's batches until the engine has made `steps` steps in all; `loader` as `context.dataloader`.
 
@@ -149,6 +152,7 @@ class Run:
                 )
         self._save_last()
 
+    @with_form("run.step", f"run.step(batch), {BATCH}")
     def step(self, batch: Any) -> StepResult:
         """One optimizer step, as `engine.train_step`. A signal saves within it, and ends the run before the next."""
         self._raise_stop()
@@ -166,6 +170,7 @@ class Run:
             assert self._result is not None, "a signal stops a step after its callbacks"
             return self._result
 
+    @with_form("run.evaluate", "run.evaluate(dataset), and by name what context.dataloader takes")
     def evaluate(self, dataset: Any, **loader: Any) -> float:
         """The mean loss over all valid labels of a held-out `dataset`, every sample once; equal on every rank.
 
@@ -318,6 +323,7 @@ class Run:
         return data
 
 
+@with_form("cl.fit", "cl.fit(engine, dataset, directory=..., steps=..., global_batch=...)")
 def fit(
     engine: Engine, dataset: Any, *, directory: str | Path, steps: int, valid: Any = None,
     save_every: int | None = None, evaluate_every: int | None = None, log: str | Sequence[str] = (), **loader: Any,

@@ -89,9 +89,12 @@ class DiskFile:
         except OSError as error:
             self._close_fds()
             size_bytes = sum(map(layout.padded_bytes, resting))
+            why = error.strerror or error
+            if error.errno == errno.ENOENT and not directory.exists():
+                why = "there is no such directory, so create it first"
             raise DiskError(
                 error.errno,
-                f"a file of {size_bytes:,} bytes for the disk tier cannot be made: {error.strerror or error}",
+                f"a file of {size_bytes:,} bytes for the disk tier cannot be made: {why}",
                 str(directory),
             ) from error
         self._workers = Workers(THREADS, "disk")

@@ -413,6 +413,14 @@ def _found(
     raise first
 
 
+class NoRolesError(ValueError):
+    """The roles of a model's layers cannot be read: `fault` says why. The text has `legal` too."""
+
+    def __init__(self, fault: str, legal: str = "") -> None:
+        self.fault = fault
+        super().__init__(f"{fault}. Legal: {legal}" if legal else fault)
+
+
 def _auto_plans(
     module: nn.Module, mesh: Mesh, criterion: ModelLoss | None, example: Batch | None
 ) -> Iterator[AutoPlan]:
@@ -425,11 +433,11 @@ def _auto_plans(
         found = auto_plan(module, parts_of(mesh), criterion, example)
     except NoCopyError as error:
         if known is None:
-            raise ValueError(
+            raise NoRolesError(
                 f"plan='auto': {type(module).__name__} does not run on random words{' or the example' * bool(example)} "
-                f"({error}), so that its roles cannot be read. Legal: "
+                f"({error}), so that its roles cannot be read",
                 f"{'' if example else 'cl.initialize(..., example=batch), or '}a dict from name patterns to roles: "
-                f"{', '.join(ROLES)}"
+                f"{', '.join(ROLES)}",
             ) from None
         return
     yield from found.choices()

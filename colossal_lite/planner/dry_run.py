@@ -35,7 +35,7 @@ from colossal_lite.observe.memory_meter import LiveBytes
 from colossal_lite.observe.shape_cache import ShapeCache
 from colossal_lite.parallel.fused_head import UnmadeLogits
 from colossal_lite.parallel.loss import logits_of
-from colossal_lite.parallel.parallelize import Parallelized, parallelize
+from colossal_lite.parallel.parallelize import NoRolesError, Parallelized, parallelize
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.pipeline.step_plan import splits_backward
 from colossal_lite.schedule.footprint import StageCost
@@ -139,17 +139,23 @@ class DryRun:
             (*(order_of_use(module) or ()), *(name for name, _ in module.named_parameters()))
         )
         streams = DropoutStreams(config.seed)
-        done = parallelize(
-            module,
-            self.mesh,
-            self.layers,
-            sequence_parallel=config.parallel.tensor.sequence_parallel,
-            regather_inputs=config.parallel.tensor.regather_inputs,
-            sequence_mode=config.parallel.sequence.mode,
-            kernels="torch",
-            device_type="meta",
-            streams=streams,
-        )
+        try:
+            done = parallelize(
+                module,
+                self.mesh,
+                self.layers,
+                sequence_parallel=config.parallel.tensor.sequence_parallel,
+                regather_inputs=config.parallel.tensor.regather_inputs,
+                sequence_mode=config.parallel.sequence.mode,
+                kernels="torch",
+                device_type="meta",
+                streams=streams,
+            )
+        except NoRolesError as error:
+            legal = "parallel.tensor.size=1, or a model that maps ids to logits and has no buffers"
+            raise NoRolesError(
+                error.fault, f"{legal}; cl.initialize reads roles with values of buffers"
+            ) from None
         for block in blocks_of(module).values():  # backward may run them again, outside the modes
             block.forward = partial(_with_flash, block.forward)
             if isinstance(block, Block):  # a pipeline may run its halves

@@ -217,7 +217,7 @@ def chunk_optimizer(
     if faults and made is not None:
         made.close()
     other = "a larger memory.host_budget" if memory.spills_to_disk else "memory.placement='host'"
-    legal = f"a directory with room, {other}, or {more_ranks(config.zero.stage)}"
+    legal = f"an existing directory with room, {other}, or {more_ranks(config.zero.stage)}"
     refuse(Problem("memory.disk_dir", memory.disk_dir, fault, legal) for fault in faults)
     assert made is not None
     choice.tell(mesh.rank)

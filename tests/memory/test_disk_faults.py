@@ -210,14 +210,14 @@ def test_a_disk_without_room_is_told_on_every_rank_before_the_first_step(tmp_pat
     said = run_world(without_room, 2, case)
     assert said[0] == said[1]
     assert f"memory.disk_dir = '{tmp_path}': rank 1: {tmp_path}: a file of " in said[0]
-    assert "cannot be made: No space left on device; legal: a directory with room" in said[0]
+    assert "cannot be made: No space left on device; legal: an existing directory with room" in said[0]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_is_not_there_is_told_on_every_rank(tmp_path: Path) -> None:
     case = replace(CASE, config=CASE.config | on_disk(tmp_path / "nowhere"))
     for text in run_world(without_room, 2, case):
-        assert text.count("No such file or directory") == 2
+        assert text.count("cannot be made: there is no such directory, so create it first; legal: ") == 2
 
 
 # ---- whole reads and writes ----

@@ -406,7 +406,9 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DiskError, match="nowhere: .* cannot be made: No such file or directory"):
+    with pytest.raises(
+        DiskError, match="nowhere: .* cannot be made: there is no such directory, so create it"
+    ):
         DiskFile(tmp_path / "nowhere", LAYOUT, label="rank0")
 
 

@@ -393,6 +393,27 @@ def test_a_model_of_other_inputs_than_ids_is_refused_by_name() -> None:
             plan({}, layer, batch=2, sequence=8, world_size=1)
 
 
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.table(ids) * self.scale)
+        return logits
+
+
+def test_roles_that_a_plan_cannot_read_are_refused_with_what_a_plan_takes() -> None:
+    """It named `example=` of cl.initialize, which a plan has not."""
+    tensor = dict(parallel=dict(tensor=dict(size=2)))
+    with pytest.raises(
+        ValueError, match="it has buffers on meta.* Legal: parallel.tensor.size=1, or"
+    ) as told:
+        plan(tensor, WithBuffer, batch=2, sequence=8, world_size=2)
+    assert "example" not in str(told.value)
+
+
 def test_the_command_prints_the_whole_step_in_brief(capsys: pytest.CaptureFixture[str], config: str) -> None:
     given = ("--zero.stage", "3", "--memory.placement", "host")
     staged = ("--parallel.pipeline.size", "2", "--parallel.pipeline.micro_batches", "4")
