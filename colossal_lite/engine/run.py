@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader
 
@@ -41,10 +42,12 @@ from colossal_lite.observe.flops import device_peak_flops
 from colossal_lite.observe.printed_lines import tell
 from colossal_lite.observe.report import REPORT
 from colossal_lite.observe.run_log import RankLog, RunLog, Scale
-from colossal_lite.observe.sinks import run_sinks
+from colossal_lite.observe.sinks import Sink, run_sinks
 
 ORDERING = ("global_batch", "shuffle", "drop_last", "labels")
 """Settings of a loader that decide which samples a step trains on, and how."""
+_OPEN: WeakKeyDictionary[Engine, Path] = WeakKeyDictionary()
+"""The folder of the open run of each engine."""
 
 
 class Run:
@@ -82,6 +85,11 @@ class Run:
         self._loader: Loader | None = None
         self._result: StepResult | None = None
         self._stopped: Stopped | None = None
+        if (other := _OPEN.get(engine)) is not None:
+            raise ValueError(
+                f"cl.Run: this engine has a run in {other} already, which is open until its context closes; legal: "
+                f"run.batches of that run, which cl.fit returns too, or another engine"
+            )
         self._check_folder(dict(save_every=save_every, fresh=fresh))
         if fresh:
             self._set_aside()
@@ -93,7 +101,7 @@ class Run:
         self._log = RunLog(
             folder, scale=Scale(bytes_per_token, flops_per_token, peak * self.context.world_size if peak else None),
             device=self.context.device, resumed_step=engine.steps, 
-            also=run_sinks(log, folder, self._extra["facts"], engine.steps),
+            also=self._sinks(log, folder),
         )  # fmt: skip
         self._folder, self._begun, self._measures = folder, engine.steps, False
         self.context.hold(self._opened())
@@ -249,10 +257,25 @@ class Run:
     def _opened(self) -> Iterator[None]:
         """Open the files of the run. At the end of a context without an error, save the last step after a `break`."""
         with RankLog(self.directory / "logs", self.context.rank), self._log:
-            yield
+            _OPEN[self.engine] = self.directory
+            try:
+                yield
+            finally:
+                del _OPEN[self.engine]
             self._raise_stop()
             if not self.engine.is_closed:
                 self._save_last()
+
+    def _sinks(self, log: str | Sequence[str], folder: Path | None) -> tuple[Sink, ...]:
+        """The further sinks of this rank. Collective: raises ValueError on every rank, if a rank has no such sink."""
+        sinks, fault = (), ""
+        try:
+            sinks = run_sinks(log, folder, self._extra["facts"], self.engine.steps)
+        except ValueError as error:
+            fault = str(error)
+        if told := next(filter(None, self.context.mesh.world.gather_json(fault)), ""):
+            raise ValueError(told)
+        return sinks
 
     def _check_folder(self, arguments: Mapping[str, Any]) -> None:
         """Raises ValueError, on every rank, if a rank cannot write to the folder. Also if ranks differ in facts or

@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -281,7 +283,14 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
             cl.Run(folder + "/there" if env.rank else "/sys/kernel/run", engine)
         if how == "log":
             cl.Run(folder, engine, log=["mlflow"])
+        if how == "no package":
+            with patch.dict(sys.modules, {} if env.rank else {"wandb": None}):
+                cl.Run(folder, engine, log=["wandb"])
         run = cl.Run(folder, engine)
+        if how == "second":
+            cl.Run(folder + "/other", engine)
+        if how == "second fit":
+            cl.fit(engine, TRAIN, directory=folder, steps=6, global_batch=4)
         if how == "steps":
             run.batches(TRAIN, global_batch=4, steps=0)
         if how == "half":
@@ -319,6 +328,12 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
         ("facts", "facts: Object of type GPTConfig is not JSON serializable; legal: a dict of values"),
         ("one rank", "directory: rank 0 cannot write to /sys/kernel/run: "),
         ("log", "log: mlflow; legal: tensorboard, wandb"),
+        (
+            "no package",
+            'log: import of wandb halted; None in sys.modules; legal after: pip install -e ".[log]"',
+        ),
+        ("second", "/run already, which is open until its context closes; legal: run.batches of that run"),
+        ("second fit", "cl.Run: this engine has a run in "),
         ("steps", "steps: 0; legal: 1 or more"),
         ("half", "steps: 6.0; legal: 1 or more whole steps"),
         ("fit steps", "steps: '6'; legal: 1 or more whole steps"),
@@ -335,7 +350,7 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
     ],
 )
 def test_what_cannot_be_is_refused_on_every_rank(how: str, says: str, tmp_path: Path) -> None:
-    assert all(says in text for text in run_world(refused, 2, str(tmp_path), how))
+    assert all(says in text for text in run_world(refused, 2, str(tmp_path / "run"), how))
 
 
 UNEVEN: dict[str, tuple[int, dict[str, Any], dict[str, Any], str, dict[str, Any]]] = {
