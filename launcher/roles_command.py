@@ -17,6 +17,8 @@ from tyro.conf import Positional
 if TYPE_CHECKING:
     from torch import nn
 
+MOST_RANKS = 4_096
+
 
 @dataclass(frozen=True)
 class RolesCommand:
@@ -39,8 +41,9 @@ class RolesCommand:
         from colossal_lite.parallel.parallelize import parallelize
         from colossal_lite.sharding.mesh_layout import MeshLayout
 
-        if self.size < 2:
-            raise ValueError(f"--size {self.size}: one rank cuts nothing; legal: 2 or more")
+        if not 2 <= self.size <= MOST_RANKS:
+            why = "one rank cuts nothing" if self.size < 2 else "these are too many to emulate"
+            raise ValueError(f"--size {self.size}: {why}; legal: 2 to {MOST_RANKS:,}")
         layout = MeshLayout.build(tensor=TensorConfig(size=self.size, mode=self.mode).axis())
         model = built(self.model)
         with warnings.catch_warnings(record=True) as told:

@@ -19,6 +19,7 @@ gathered, so all data ranks cut their batch into equally many micro-batches.
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -139,6 +140,7 @@ class Engine:
         self._tells_loss = done.strategy.owns_loss and built.stages.last in built.stages.here
         self._open = OpenStep(LossScale.of(config.precision), context.device)
         self._callbacks: list[Callable[[StepResult], None]] = []
+        self._after_evaluation: list[Callable[[int], object]] = []
         self._reads_weights = False  # whether one of them may
         hides = config.zero.stage > 0 or config.memory.placement != "device"
         self._skips = SkippedSteps(config.optimizer.max_skipped_steps, hides, self._open.loss_scale.fixed)
@@ -307,6 +309,7 @@ class Engine:
     def eval_sums(self, batch: Any) -> tuple[float, float]:
         """The sum of the loss over the valid labels of a global batch, and their number; `eval_step` divides the two.
         Over many batches they add up to the mean over all of them. Equal on every rank."""
+        began_ns = time.perf_counter_ns()
         self._refuse_closed("eval_step")
         self._updates.refuse_within("eval_step")
         self._state.refuse_changed("eval_step")
@@ -322,6 +325,8 @@ class Engine:
         loss_sum, count, *apart = self.mesh.world.numbers(self.mesh.world.all_reduce(row))
         self._comparison.check(*apart)
         self._auxiliary.check_count(count)
+        for callback in self._after_evaluation:
+            callback(time.perf_counter_ns() - began_ns)
         return loss_sum, count
 
     # ---- the Colossal-AI manner: the user's own loop ----
@@ -532,6 +537,10 @@ class Engine:
             )
         self._reads_weights |= reads_weights is not False
         self._callbacks.append(callback)
+
+    def on_evaluation(self, callback: Callable[[int], object]) -> None:
+        """Call `callback` after each evaluation, with its nanoseconds."""
+        self._after_evaluation.append(callback)
 
     @property
     def loss_scale(self) -> float:

@@ -107,6 +107,7 @@ class Run:
         self.context.hold(self._opened())
         engine.save_on_stop(self.checkpoints, samples=lambda: self._samples, extra=self._extra)
         engine.on_step(self._after_step, reads_weights=False)
+        engine.on_evaluation(self._log.leave_out)
 
     # ---- the loop ----
 
@@ -214,7 +215,12 @@ class Run:
         self._log.lap()
 
     def report(self) -> Path:
-        """Write report.html now and return its path; the end of the run writes it anyway."""
+        """Write report.html now and return its path; the end of the run writes it anyway. Raises ValueError before the
+        first step."""
+        if self._result is None and self._saved_step < 0:
+            raise ValueError(
+                f"run.report: {self.directory} has no step yet; legal: a call after the first step"
+            )
         self._log.report()
         return self.directory / REPORT
 

@@ -66,8 +66,8 @@ class TimingRow:
     step: int
     step_s: float
     """from the end of the step before, with the wait for data, without evaluation"""
-    tokens_per_s: float
-    """of all ranks"""
+    tokens_per_s: float | None
+    """of all ranks; None where a step tells no tokens, as in a loop without `count`"""
     mfu: float | None
     """share of the devices' peak that the model's own FLOPs take; None where no peak is known"""
     memory_bytes: int
@@ -140,7 +140,7 @@ def progress_line(row: StepRow, timing: TimingRow, total_steps: int | None, widt
         [
             f"step {of}",
             f"loss {row.loss:.4f}{' SKIPPED' if row.skipped else ''}",
-            f"{timing.tokens_per_s:,.0f} tok/s",
+            *([] if timing.tokens_per_s is None else [f"{timing.tokens_per_s:,.0f} tok/s"]),
             *([f"{duration(left)} left"] if total_steps else []),
         ]
     )
@@ -257,7 +257,7 @@ class RunLog:
         timing = self._timing(row.step, row.tokens, step_s)
         self._write("train", row, timing)
         tokens, seconds = (sum(each) / len(each) for each in zip(*self._recent, strict=True))
-        self._show(row, self._timing(row.step, tokens, seconds))
+        self._show(row, self._timing(row.step, tokens if row.tokens else 0, seconds))
         self._lap_ns = self._clock()
 
     def evaluated(self, step: int, loss: float) -> None:
@@ -282,9 +282,13 @@ class RunLog:
         """Leave the time since the last step out of the timing: a save took it."""
         self._lap_ns = self._clock()
 
+    def leave_out(self, span_ns: int) -> None:
+        """Leave so much of the time since the last step out of the timing: an evaluation took it."""
+        self._lap_ns += span_ns
+
     def _timing(self, step: int, tokens: float, seconds: float) -> TimingRow:
-        rate, peak = tokens / seconds, self._scale.peak_flops
-        mfu = self._scale.flops_per_token * rate / peak if peak else None
+        rate, peak = tokens / seconds or None, self._scale.peak_flops
+        mfu = self._scale.flops_per_token * rate / peak if peak and rate else None
         return TimingRow(step, seconds, rate, mfu, memory_bytes(self._device))
 
     def _show(self, row: StepRow, timing: TimingRow) -> None:

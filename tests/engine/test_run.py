@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,34 @@ def own_steps(env: RankEnv, folder: str) -> list[int]:
     return [row["step"] for row in rows(Path(folder) / "metrics.jsonl")]
 
 
+def test_time_of_an_evaluation_by_hand_is_in_no_step_and_a_loop_without_counts_has_no_rate(
+    tmp_path: Path,
+) -> None:
+    """Both were in timing.jsonl: seconds of other work, and 0 tokens a second."""
+    spans_ns: list[int] = []
+    with cl.launch(CONFIG | dict(backend="gloo")) as context:
+        engine = engine_in(context)
+        run = cl.Run(tmp_path, engine)
+        engine.on_evaluation(spans_ns.append)
+        for inputs, labels in run.batches(TRAIN, global_batch=4, steps=3):
+            if engine.steps == 1:
+                began_ns = time.perf_counter_ns()
+                for _ in range(30):
+                    engine.eval_step((inputs, labels))
+            if engine.steps == 2:
+                engine.backward(
+                    torch.nn.functional.cross_entropy(engine(inputs).flatten(0, 1), labels.flatten())
+                )
+                engine.step()
+            else:
+                run.step((inputs, labels))
+            if engine.steps == 2:
+                whole_s = (time.perf_counter_ns() - began_ns) / 1e9
+    _, second, last = rows(tmp_path / "timing.jsonl")
+    assert len(spans_ns) == 30 and second["step_s"] < whole_s - sum(spans_ns) / 2e9
+    assert second["tokens_per_s"] > 0 and last["tokens_per_s"] is None
+
+
 def test_steps_of_a_loop_of_ones_own_are_logged_and_saved_too(tmp_path: Path) -> None:
     assert run_world(own_steps, 2, str(tmp_path)) == [[1, 2, 3]] * 2
     assert [inspect(path).step for path in listed(tmp_path / "checkpoints")] == [3, 2]
@@ -287,6 +316,8 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
             with patch.dict(sys.modules, {} if env.rank else {"wandb": None}):
                 cl.Run(folder, engine, log=["wandb"])
         run = cl.Run(folder, engine)
+        if how == "report":
+            run.report()
         if how == "second":
             cl.Run(folder + "/other", engine)
         if how == "second fit":
@@ -332,6 +363,7 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
             "no package",
             'log: import of wandb halted; None in sys.modules; legal after: pip install -e ".[log]"',
         ),
+        ("report", "/run has no step yet; legal: a call after the first step"),
         ("second", "/run already, which is open until its context closes; legal: run.batches of that run"),
         ("second fit", "cl.Run: this engine has a run in "),
         ("steps", "steps: 0; legal: 1 or more"),

@@ -186,6 +186,15 @@ def test_a_file_of_a_model_that_does_not_run_is_named(
     assert (code, out) == (2, "") and fault in err and "legal" in err
 
 
+@pytest.mark.parametrize("size", [10**18, 4097, 1])
+def test_roles_of_more_ranks_than_can_be_emulated_are_refused_at_once(
+    capsys: pytest.CaptureFixture[str], size: int
+) -> None:
+    """The command looked at 10**18 ranks one by one."""
+    code, out, err = run(capsys, "roles", "model.py:build", "--size", str(size))
+    assert (code, out) == (2, "") and f"--size {size}: " in err and "legal: 2 to 4,096" in err
+
+
 def test_a_setting_of_a_group_that_is_refused_is_legal_as_it_is_told(
     capsys: pytest.CaptureFixture[str], config: str
 ) -> None:
