@@ -34,10 +34,10 @@ class TaskResult:
     status: Literal["open", "done", "stopped", "failed"]
     """open: the run was stopped before its end."""
     cause: str
-    """Why it was stopped or has failed."""
+    """Why it was stopped or has failed, or which of its rows are gone."""
     step: int
     losses: Sequence[float]
-    """Training loss of each step."""
+    """Training loss of each step; NaN for one that was no number, or whose row is gone."""
     held_out: float | None
     directory: Path
     """Its folder, as `cl.Run` leaves it: checkpoints, metrics.jsonl, report.html."""
@@ -100,9 +100,10 @@ def last_tenth(losses: Sequence[float]) -> float:
 
 
 def losses_of(directory: Path, task: str) -> list[float]:
-    """The training loss of each step that a task has made; NaN for one that was no number."""
-    rows = RunFiles(directory / TASKS / task).rows("metrics.jsonl")
-    return [math.nan if row["loss"] is None else float(row["loss"]) for row in rows]
+    """The training loss of each step up to the last row; NaN for one that was no number, or has no row."""
+    rows = {row["step"]: row["loss"] for row in RunFiles(directory / TASKS / task).rows("metrics.jsonl")}
+    found = (rows.get(step) for step in range(1, max(rows, default=0) + 1))
+    return [math.nan if loss is None else float(loss) for loss in found]
 
 
 def metric_of(directory: Path, task: str, step: int, metric: Literal["loss", "held_out"]) -> float | None:
@@ -152,17 +153,22 @@ def read_result(directory: Path) -> ManyResult:
     found = RunFiles(directory).mapping(RESULT)
     if not found:
         raise ValueError(f"{directory}: no {RESULT}; legal: the directory of train_many")
-    tasks = {
-        row["name"]: TaskResult(
-            **row, losses=losses_of(directory, row["name"])[: row["step"]], directory=directory / TASKS / row["name"]
-        )
-        for row in found["tasks"]
-    }  # fmt: skip
+    tasks = {row["name"]: _task_result(directory, row) for row in found["tasks"]}
     jobs = [Job(task, left, step_s, devices=devices) for task, left, step_s, devices in found["jobs"]]
     spans = [
         Span(device, Action(*action), start_s, end_s) for device, action, start_s, end_s in found["spans"]
     ]
     return ManyResult(tasks, summary(spans, jobs, found["devices"]), directory)
+
+
+def _task_result(directory: Path, row: Mapping[str, Any]) -> TaskResult:
+    """The result of one task. If rows of a done task are gone, its cause says so."""
+    folder, steps = directory / TASKS / row["name"], row["step"]
+    losses = losses_of(directory, row["name"])[:steps]
+    if row["status"] == "done" and len(losses) < steps:
+        gone = f"metrics.jsonl has {len(losses)} of {steps} steps, so later losses are NaN"
+        losses, row = losses + [math.nan] * (steps - len(losses)), {**row, "cause": row["cause"] or gone}
+    return TaskResult(**row, losses=losses, directory=folder)
 
 
 def measured_step_s(directory: Path) -> dict[str, float]:

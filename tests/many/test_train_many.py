@@ -36,7 +36,7 @@ from colossal_lite.many import coordinator
 from colossal_lite.many.fingerprint import fingerprint
 from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, Candidate, Choose
-from colossal_lite.many.results import ManyResult, TaskResult, losses_of
+from colossal_lite.many.results import ManyResult, TaskResult, losses_of, read_result
 from colossal_lite.many.task import check
 from colossal_lite.many.task_plan import data_of
 from colossal_lite.many.trainer import OnReportError, train
@@ -789,6 +789,40 @@ def test_a_lambda_a_directory_in_use_and_one_of_other_tasks_are_refused_by_name(
     assert "were begun there; legal: resume=True" in begun
     assert "belongs to other tasks: a with other functions, data, steps, batch or settings; legal" in other
     assert "belongs to other tasks: b only here; legal" in more
+
+
+def test_a_done_task_whose_rows_were_cut_short_says_so_and_is_not_compared_by_an_earlier_loss(
+    tmp_path: Path,
+) -> None:
+    """Its last loss was that of the last row left, and a task could be the best by it."""
+    ended = [dict(name=n, status="done", cause="", step=3, held_out=None) for n in ("whole", "cut", "holed")]
+    (tmp_path / "result.json").write_text(json.dumps(dict(tasks=ended, devices=1, jobs=[], spans=[])))
+    kept = {"whole": (1, 2, 3), "cut": (1,), "holed": (1, 3)}
+    for name, steps in kept.items():
+        (tmp_path / "tasks" / name).mkdir(parents=True)
+        lines = [json.dumps(dict(step=step, loss=float(step))) + "\n" for step in steps]
+        (tmp_path / "tasks" / name / "metrics.jsonl").write_text("".join(lines) + '{"st')
+    found = read_result(tmp_path)
+    assert found["cut"].cause == "metrics.jsonl has 1 of 3 steps, so later losses are NaN"
+    assert found["whole"].cause == found["holed"].cause == "" and found["whole"].training_loss == 3.0
+    assert [len(task.losses) for task in found.tasks.values()] == [3, 3, 3]
+    assert math.isnan(found["holed"].losses[1]) and found["holed"].training_loss == 3.0
+    assert math.isnan(found["cut"].training_loss) and found.best == "whole"
+
+
+def test_processes_of_several_launchers_are_refused_before_they_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two agents of one process each began, and gave two ranks one device."""
+    given = dict(
+        RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK="0", MASTER_ADDR="10.0.0.1"
+    )
+    for name, value in {**given, "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "a"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ValueError, match="train_many: 2 processes, 1 of them .*legal: one launcher on one host"
+    ):
+        cl.train_many([task("a")], config=CONFIG, directory=tmp_path)
 
 
 def test_a_result_gives_the_names_of_its_tasks_one_after_another() -> None:
