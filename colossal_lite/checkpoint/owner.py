@@ -88,6 +88,8 @@ class FolderClaims:
             return fault
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / OWNER
+        if path.is_dir():
+            return f"{path} is a folder, in the place of the file that names the owner; remove it"
         while True:
             mine = this_process(self.run)
             if _create(path, mine):

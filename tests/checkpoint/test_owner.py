@@ -214,6 +214,10 @@ PLACES = {
     "a link to nowhere": ("run", "/run is a link to nowhere, which is not there"),
     "a link to itself": ("ring", "ring is a link to ring, which is not there"),
     "in a file": ("file/run", "file is no folder"),
+    "a folder for the owner": (
+        "taken",
+        "owner.json is a folder, in the place of the file that names the owner",
+    ),
 }
 
 
@@ -235,6 +239,7 @@ def test_a_folder_that_cannot_be_made_is_refused_with_what_is_there(kind: str, t
     (tmp_path / "run").symlink_to("nowhere")
     (tmp_path / "ring").symlink_to("ring")
     (tmp_path / "file").touch()
+    (tmp_path / "taken" / "owner.json").mkdir(parents=True)
     name, words = PLACES[kind]
     ((save, resume),) = run_world(placed, 1, str(tmp_path / name))
     assert words in save and words in resume and "resume:" in resume
