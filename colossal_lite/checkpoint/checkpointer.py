@@ -296,7 +296,10 @@ class Checkpointer:
                     if self._rank == 0:
                         tell(_starts_at_0(directory))
                     return None
-                raise CheckpointError("\n  ".join([f"load: no whole checkpoint in {directory}", *skipped]))
+                legal = "legal: a folder of engine.save; engine.load_full_state_dict takes a state dict"
+                raise CheckpointError(
+                    "\n  ".join([f"load: no whole checkpoint in {directory}; {legal}", *skipped])
+                )
             path = directory / choice["name"]
             manifest, changed = self._agree(meeting, path, parts, config, model, choice["crc32"])
             self.is_mixed = True

@@ -212,7 +212,9 @@ def _misfits(own: Mapping[str, tuple[int, ...]], state: object) -> list[str]:
     faults = [f"missing: {name} {own[name]}" for name in own.keys() - state.keys()]
     for name, value in state.items():
         if name not in own:
-            faults.append(f"unexpected: {name} {_form(value)}")
+            inner = isinstance(value, Mapping) and not own.keys().isdisjoint(plain_names(value, own))
+            legal = f"; legal: state[{name!r}] alone, which has the weights" * inner
+            faults.append(f"unexpected: {name} {_form(value)}{legal}")
         elif not _has_values(value):
             faults.append(f"type: {name} is {_form(value)}; legal: a dense tensor with values")
         elif own[name] != tuple(value.shape):

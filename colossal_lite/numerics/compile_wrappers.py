@@ -17,8 +17,10 @@ HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
-PART = "_orig_mod."
-"""Of the names within a wrapper."""
+PARTS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""Of the names within a wrapper of torch, anywhere."""
+FIRST = "module."
+"""Of all names of a model in DistributedDataParallel."""
 
 
 class CompileWrappers:
@@ -64,13 +66,23 @@ class CompileWrappers:
 
 
 def plain_names(state: Any, known: Container[str]) -> Any:
-    """A state dict with names that are not `known` as they are without wrappers. Other objects as they are."""
+    """A state dict with the names of torch's wrappers as they are `known` without them. Names that are not known then,
+    or are there already, stay as they are. So do other objects."""
     if not isinstance(state, Mapping):
         return state
-    return {
-        name.replace(PART, "") if isinstance(name, str) and name not in known else name: x
-        for name, x in state.items()
-    }
+    found: dict[Any, Any] = {}
+    for name, x in state.items():
+        plain = _plain(name, known) if isinstance(name, str) else name
+        found[name if plain in state or plain in found or plain not in known else plain] = x
+    return found
+
+
+def _plain(name: str, known: Container[str]) -> str:
+    for part in PARTS:
+        name = name if name in known else name.replace(part, "")
+    while name not in known and name.startswith(FIRST):
+        name = name.removeprefix(FIRST)
+    return name
 
 
 def _inmost(module: Any) -> Any:

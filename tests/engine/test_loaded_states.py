@@ -36,7 +36,18 @@ NO_STATES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "nothing": (lambda state: None, "it is of type NoneType; legal: a mapping of names to tensors"),
     "pairs": (lambda state: list(state.items()), "it is of type list"),
     "a module": (lambda state: model(), "it is of type Sequential"),
-    "nested": (lambda state: dict(model=state), "unexpected: model of type dict"),
+    "nested": (
+        lambda state: dict(model=state),
+        "unexpected: model of type dict; legal: state['model'] alone",
+    ),
+    "both names": (
+        lambda state: state | {f"module.{name}": x + 1 for name, x in state.items()},
+        "unexpected: module.0.bias (4,)",
+    ),
+    "another wrapper": (
+        lambda state: {f"model.{name}": x for name, x in state.items()},
+        "unexpected: model.0.bias (4,)",
+    ),
     "a number": (
         lambda state: state | {"0.bias": 1.0},
         "type: 0.bias is of type float; legal: a dense tensor",
@@ -71,6 +82,45 @@ LOADS: dict[str, Callable[[int], float | None]] = {
     "other values": lambda rank: 2.0 + rank,
     "the other rank": lambda rank: 2.0 if rank else None,
 }
+
+
+WRAPPERS = (
+    "module.{}",
+    "_orig_mod.{}",
+    "module._orig_mod.{}",
+    "_orig_mod.module.{}",
+    "_fsdp_wrapped_module.{}",
+)
+
+
+class Within(nn.Module):
+    """Has a name of DistributedDataParallel of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.module(x)
+        return out
+
+
+@pytest.mark.parametrize("make", [model, Within])
+def test_states_of_wrapped_models_are_loaded(make: Callable[[], nn.Module]) -> None:
+    """Those of DistributedDataParallel, of FSDP and of checkpoint_wrapper had only names that were unexpected."""
+    with cl.launch(SGD | dict(backend="gloo")) as context:
+        engine = cl.initialize(make(), context=context, criterion=F.mse_loss)
+        for n, name in enumerate(WRAPPERS, 1):
+            engine.load_full_state_dict(
+                {name.format(k): x + n for k, x in make().double().state_dict().items()}
+            )
+            found = engine.full_state_dict()
+            assert all(torch.equal(found[k], x + n) for k, x in make().double().state_dict().items())
+        inner = {
+            k.replace("0.", "0._checkpoint_wrapped_module."): x
+            for k, x in make().double().state_dict().items()
+        }
+        engine.load_full_state_dict(inner)
 
 
 def load_apart(engine: Engine, kind: str, rank: int) -> dict[str, Tensor]:
