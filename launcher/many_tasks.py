@@ -46,9 +46,8 @@ def train_many(
     place = env.detect(env.environment())
     if not place.one_node:
         raise ValueError(
-            f"train_many: {place.world_size} processes, {place.local_world_size} of them of this host's launcher, and "
-            f"tasks move between devices of one host alone; legal: one launcher on one host, such as torchrun "
-            f"--nproc-per-node {place.world_size}"
+            f"train_many: {place.world_size} processes, {place.local_world_size} of them of this host's launcher; "
+            f"legal: one launcher on one host, such as torchrun --nproc-per-node {place.world_size}"
         )
     with launch({"backend": "gloo", "timeout_s": timeout_s}) as context:
         prepare = partial(env.show_one_device, context.local_rank)

@@ -178,6 +178,7 @@ FOREIGN: Mapping[str, str | Callable[[Any], Answer]] = {
     "epochs": STEPS,
     "max_iters": STEPS,
     "max_steps": STEPS,
+    "steps": STEPS,
     "num_training_steps": "lr_scheduler=dict(type=..., total_steps=...)",
     "dataloader_num_workers": "context.dataloader(..., workers=...)",
     "dataloader_drop_last": "context.dataloader(..., drop_last=...)",

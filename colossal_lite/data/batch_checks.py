@@ -211,4 +211,4 @@ def _bits(labels: Tensor) -> float:
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _Rule = tuple[Tensor, Callable[[], str]]
-"""whether the rule is broken, as a 0-d bool on the device of the batch, and its message; "": it is not, after all"""
+"""whether the rule is broken, as a 0-d bool on the device of the batch, and its message. "": it is kept"""

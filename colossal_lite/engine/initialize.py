@@ -137,6 +137,15 @@ def initialize(
     moments, step counts, loss scale and buffers.  Frozen parameters are the model's.  Raises ValueError on every rank
     if the parked state does not fit this engine; it stays parked.  ConfigError if memory.host_budget is too small.
     """
+    if not isinstance(context, Context):
+        raise ValueError(
+            f"context: {type(context).__name__}; legal: the context that cl.launch(config) gives"
+        )
+    if not callable(model):
+        raise ValueError(
+            f"model: {type(model).__name__}; legal: an nn.Module, or a function that makes one, such as lambda: "
+            f"cl.models.GPT(config)"
+        )
     _check_rates(lr_lambda, optimizer, context)
     records, wrappers = _records_of(task, store, optimizer, context), None
     try:

@@ -77,6 +77,8 @@ class Run:
         owns.  Also if `facts`, `save_every` or `fresh` differ between ranks."""
         if save_every is not None:
             save_every = whole("save_every", save_every, "1 or more steps, or None for the last step alone")
+        if not isinstance(engine, Engine):
+            raise ValueError(f"cl.Run: engine is {type(engine).__name__}; legal: cl.Run(directory, engine)")
         self.engine, self.context = engine, engine.context
         self.directory = folder_given("cl.Run", directory)
         self.checkpoints = self.directory / "checkpoints"
@@ -274,7 +276,7 @@ class Run:
 
     def _sinks(self, log: str | Sequence[str], folder: Path | None) -> tuple[Sink, ...]:
         """The further sinks of this rank. Collective: raises ValueError on every rank, if a rank has no such sink."""
-        sinks, fault = (), ""
+        fault, sinks = "", tuple[Sink, ...]()
         try:
             sinks = run_sinks(log, folder, self._extra["facts"], self.engine.steps)
         except ValueError as error:

@@ -178,6 +178,10 @@ class UserLoop:
         self, loss: Tensor, count: int | Tensor | None, factor: float, *, retain_graph: bool = False
     ) -> None:
         """Add the gradient of `loss`. `factor` of the learning rate is for updates in backward."""
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                f"backward: loss is {type(loss).__name__}; legal: a 0-d tensor, which the model computed"
+            )
         count = _number_of_labels(count)
         self._refuse_backward(loss, count, retain_graph)
         step = self._step

@@ -48,6 +48,21 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
         lambda e, r, c: cl.initialize(nn.Linear(2, 2), torch.optim.SGD),
         "cl.initialize: too many positional arguments; legal: cl.initialize(model, context=context)",
     ),
+    "a config for a model": (
+        lambda e, r, c: cl.initialize(
+            cl.models.GPTConfig(8, layers=1, heads=1, width=4, sequence=4), context=c
+        ),  # type: ignore[arg-type]
+        "model: GPTConfig; legal: an nn.Module, or a function that makes one",
+    ),
+    "no context": (
+        lambda e, r, c: cl.initialize(nn.Linear(2, 2), context={}),  # type: ignore[arg-type]
+        "context: dict; legal: the context that cl.launch(config) gives",
+    ),
+    "a folder last": (
+        lambda e, r, c: cl.Run(e, "runs"),
+        "cl.Run: engine is str; legal: cl.Run(directory, engine)",
+    ),
+    "a number": (lambda e, r, c: e.backward(3.0), "backward: loss is float; legal: a 0-d tensor"),
     "a misspelt name": (
         lambda e, r, c: cl.initialize(nn.Linear(2, 2), context=c, optimiser=1),
         "unexpected keyword argument 'optimiser'; did you mean 'optimizer'?; legal",
