@@ -32,7 +32,7 @@ from colossal_lite.checks.rank_comparison import recomputes, splits
 from colossal_lite.checks.same_model import check_same_model
 from colossal_lite.config.call_forms import with_form
 from colossal_lite.config.config import Config
-from colossal_lite.config.errors import ConfigError, refuse
+from colossal_lite.config.errors import ConfigError, refuse, shown
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.config.rules import device_problems
 from colossal_lite.config.schema import OptimizerConfig
@@ -146,6 +146,8 @@ def initialize(
             f"model: {type(model).__name__}; legal: an nn.Module, or a function that makes one, such as lambda: "
             f"cl.models.GPT(config)"
         )
+    if plan != "auto" and not isinstance(plan, Mapping):
+        raise ValueError(f"plan: {shown(plan)}; legal: 'auto', or a dict from name patterns to roles")
     _check_rates(lr_lambda, optimizer, context)
     records, wrappers = _records_of(task, store, optimizer, context), None
     try:
@@ -283,7 +285,7 @@ def _loss_by(
     criterion: Criterion | Literal["model"] | None, module: nn.Module, context: Context, example: Batch | None
 ) -> Criterion | ModelLoss | None:
     """The callable that computes the loss; None: the engine's own."""
-    if isinstance(criterion, str) and criterion != "model":
+    if criterion not in ("model", None) and not callable(criterion):
         raise ValueError(f"criterion={criterion!r}; legal: a callable, 'model' or None")
     return _own_loss(module, context, example) if isinstance(criterion, str) else criterion
 

@@ -58,6 +58,14 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
         lambda e, r, c: cl.initialize(nn.Linear(2, 2), context={}),  # type: ignore[arg-type]
         "context: dict; legal: the context that cl.launch(config) gives",
     ),
+    "a list of roles": (
+        lambda e, r, c: cl.initialize(nn.Linear(2, 2), context=c, plan=["a"]),  # type: ignore[arg-type]
+        "plan: ['a']; legal: 'auto', or a dict from name patterns to roles",
+    ),
+    "a number for a loss": (
+        lambda e, r, c: cl.initialize(nn.Linear(2, 2), context=c, criterion=3),  # type: ignore[arg-type]
+        "criterion=3; legal: a callable, 'model' or None",
+    ),
     "a folder last": (
         lambda e, r, c: cl.Run(e, "runs"),
         "cl.Run: engine is str; legal: cl.Run(directory, engine)",
