@@ -141,6 +141,7 @@ class Engine:
         self._open = OpenStep(LossScale.of(config.precision), context.device)
         self._callbacks: list[Callable[[StepResult], None]] = []
         self._after_evaluation: list[Callable[[int], object]] = []
+        self._end_run: Callable[[], object] = lambda: None
         self._reads_weights = False  # whether one of them may
         hides = config.zero.stage > 0 or config.memory.placement != "device"
         self._skips = SkippedSteps(config.optimizer.max_skipped_steps, hides, self._open.loss_scale.fixed)
@@ -537,6 +538,11 @@ class Engine:
             )
         self._reads_weights |= reads_weights is not False
         self._callbacks.append(callback)
+
+    def begin_run(self, end: Callable[[], object]) -> None:
+        """A `Run` of this engine begins, and the one before ends. `end`: ends it in its turn."""
+        before, self._end_run = self._end_run, end
+        before()
 
     def on_evaluation(self, callback: Callable[[int], object]) -> None:
         """Call `callback` after each evaluation, with its nanoseconds."""

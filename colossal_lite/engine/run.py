@@ -16,11 +16,10 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader
 
@@ -46,8 +45,6 @@ from colossal_lite.observe.sinks import Sink, run_sinks
 
 ORDERING = ("global_batch", "shuffle", "drop_last", "labels")
 """Settings of a loader that decide which samples a step trains on, and how."""
-_OPEN: WeakKeyDictionary[Engine, Path] = WeakKeyDictionary()
-"""The folder of the open run of each engine."""
 
 
 class Run:
@@ -59,7 +56,7 @@ class Run:
 
     The folder gets `checkpoints/`, `report.html` and `logs/rank-N.log`. Rows: `metrics.jsonl`, `timing.jsonl`,
     `evaluation.jsonl`, `run.json`, `trace.json`. Measurements: `measured.json` (memory of the second step) and
-    `schedule.json` (times of the third). The last step is always saved."""
+    `schedule.json` (times of the third). The last step is always saved. The next run of the engine ends this one."""
 
     @with_form("cl.Run", "cl.Run(directory, engine), and by name: save_every, log, facts, fresh, ...")
     def __init__(
@@ -87,12 +84,9 @@ class Run:
         self._loader: Loader | None = None
         self._result: StepResult | None = None
         self._stopped: Stopped | None = None
-        if (other := _OPEN.get(engine)) is not None:
-            raise ValueError(
-                f"cl.Run: this engine has a run in {other} already, which is open until its context closes; legal: "
-                f"run.batches of that run, which cl.fit returns too, or another engine"
-            )
         self._check_folder(dict(save_every=save_every, fresh=fresh))
+        self._files, self._has_ended = self.context.hold(ExitStack()), False
+        engine.begin_run(self._end)
         if fresh:
             self._set_aside()
         loaded = engine.resume(self.checkpoints)
@@ -106,7 +100,7 @@ class Run:
             also=self._sinks(log, folder),
         )  # fmt: skip
         self._folder, self._begun, self._measures = folder, engine.steps, False
-        self.context.hold(self._opened())
+        self._files.enter_context(self._opened())
         engine.save_on_stop(self.checkpoints, samples=lambda: self._samples, extra=self._extra)
         engine.on_step(self._after_step, reads_weights=False)
         engine.on_evaluation(self._log.leave_out)
@@ -245,6 +239,8 @@ class Run:
         return {name: getattr(self._loader.settings, name) for name in names}
 
     def _after_step(self, result: StepResult) -> None:
+        if self._has_ended:
+            return
         self._result = result
         self._log.step(result, self.engine.ledger.payload_bytes)
         if self._measures:
@@ -253,9 +249,18 @@ class Run:
         if self._save_every and result.step % self._save_every == 0:
             self.save()
 
+    def _end(self) -> None:
+        """Another run of the engine begins."""
+        self._files.close()
+        self._has_ended = True
+
     def _raise_stop(self) -> None:
         if self._stopped is not None:
             raise self._stopped
+        if self._has_ended:
+            raise ValueError(
+                f"run: that in {self.directory} ended when the next of its engine began; legal: that one"
+            )
 
     def _save_last(self) -> None:
         if self.engine.steps > max(self._saved_step, 0):
@@ -265,11 +270,7 @@ class Run:
     def _opened(self) -> Iterator[None]:
         """Open the files of the run. At the end of a context without an error, save the last step after a `break`."""
         with RankLog(self.directory / "logs", self.context.rank), self._log:
-            _OPEN[self.engine] = self.directory
-            try:
-                yield
-            finally:
-                del _OPEN[self.engine]
+            yield
             self._raise_stop()
             if not self.engine.is_closed:
                 self._save_last()

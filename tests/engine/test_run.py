@@ -318,10 +318,6 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
         run = cl.Run(folder, engine)
         if how == "report":
             run.report()
-        if how == "second":
-            cl.Run(folder + "/other", engine)
-        if how == "second fit":
-            cl.fit(engine, TRAIN, directory=folder, steps=6, global_batch=4)
         if how == "steps":
             run.batches(TRAIN, global_batch=4, steps=0)
         if how == "half":
@@ -364,8 +360,6 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
             'log: import of wandb halted; None in sys.modules; legal after: pip install -e ".[log]"',
         ),
         ("report", "/run has no step yet; legal: a call after the first step"),
-        ("second", "/run already, which is open until its context closes; legal: run.batches of that run"),
-        ("second fit", "cl.Run: this engine has a run in "),
         ("steps", "steps: 0; legal: 1 or more"),
         ("half", "steps: 6.0; legal: 1 or more whole steps"),
         ("fit steps", "steps: '6'; legal: 1 or more whole steps"),
@@ -383,6 +377,33 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
 )
 def test_what_cannot_be_is_refused_on_every_rank(how: str, says: str, tmp_path: Path) -> None:
     assert all(says in text for text in run_world(refused, 2, str(tmp_path / "run"), how))
+
+
+def test_the_next_run_of_an_engine_ends_the_one_before_and_saves_its_last_step(tmp_path: Path) -> None:
+    """Before, both logged and saved each further step."""
+    assert run_world(ran_twice, 2, str(tmp_path)) == [([1, 2], [3, 4, 5], [2], [5, 2])] * 2
+
+
+def ran_twice(env: RankEnv, folder: str) -> tuple[list[int], list[int], list[int], list[int]]:
+    """The steps that each run has logged and saved."""
+    first, second = Path(folder) / "first", Path(folder) / "second"
+    with env.launch(CONFIG | dict(backend="gloo")) as context:
+        engine = engine_in(context)
+        run = cl.Run(first, engine)
+        batches = run.batches(TRAIN, global_batch=4, steps=6)
+        for _, batch in zip(range(2), batches, strict=False):
+            run.step(batch)
+        with pytest.raises(ValueError, match="unknown argument"):
+            cl.fit(engine, TRAIN, directory=second, steps=5, global_batch=4, shuffel=True)
+        with pytest.raises(ValueError, match="labels"):
+            cl.fit(engine, TRAIN, directory=second, steps=5, global_batch=4, labels="none")
+        cl.fit(engine, TRAIN, directory=second, steps=5, global_batch=4)
+        for late in (lambda: next(batches), lambda: run.step(batch)):
+            with pytest.raises(ValueError, match="first ended when the next of its engine began"):
+                late()
+    logged = ([row["step"] for row in rows(each / "metrics.jsonl")] for each in (first, second))
+    saved = ([inspect(path).step for path in listed(each / "checkpoints")] for each in (first, second))
+    return *logged, *saved  # type: ignore[return-value]
 
 
 UNEVEN: dict[str, tuple[int, dict[str, Any], dict[str, Any], str, dict[str, Any]]] = {
