@@ -177,7 +177,7 @@ def plain(given: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _builtin(value: Any) -> Any:
-    """Python's own number, text or list in the place of a number or array of numpy or torch, a path, or a sequence.
+    """Python's own number, text or list, for a number or array of numpy or torch, a path, or a sequence.
 
     Without it a float of numpy would be a setting, and an int of numpy none."""
     if isinstance(value, PurePath):

@@ -36,8 +36,9 @@ class FirstLook(Protocol):
     def waits_for(self, samples: int) -> bool:
         """Whether it looks at a forward with so many samples."""
 
-    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
-        """Look at arguments on the CPU. Raises ValueError for a model that would be another one."""
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> bool | None:
+        """Look at arguments on the CPU. Raises ValueError for a model that would be another one. Returns whether it
+        looks at the next forward too."""
 
 
 UNSEEN = 10_000
@@ -119,8 +120,8 @@ class MicroBatches:
                 for each in now:
                     if is_own_loop and each is self._first_batch:
                         self._first_batch.check_numbers(args, kwargs, samples)
-                    each.check(args, kwargs, samples)
-                    self._looks.remove(each)
+                    if not each.check(args, kwargs, samples):
+                        self._looks.remove(each)
 
     def _check_accumulation(self, sizes: Sequence[int], samples_before: int) -> None:
         """Raises ValueError for more accumulated parts than samples, where no batch has filled them. Allows one more

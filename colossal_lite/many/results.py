@@ -100,7 +100,7 @@ def last_tenth(losses: Sequence[float]) -> float:
 
 
 def losses_of(directory: Path, task: str) -> list[float]:
-    """The training loss of each step up to the last row; NaN for one that was no number, or has no row."""
+    """The training loss of each step up to the last row. NaN: it was no number, or has no row."""
     rows = {row["step"]: row["loss"] for row in RunFiles(directory / TASKS / task).rows("metrics.jsonl")}
     found = (rows.get(step) for step in range(1, max(rows, default=0) + 1))
     return [math.nan if loss is None else float(loss) for loss in found]

@@ -30,7 +30,7 @@ COMES = {
     ),
     SharedInterval.WEIGHTS: ((ActionKind.UPDATE, ChunkPart.RECORD),),
 }  # fmt: skip
-"""What may be the first to write to a place of each kind: an action with its unit or a part of its chunk."""
+"""What may be the first to write to a place of each kind. An action has the unit, or a part of the chunk."""
 
 
 def early_records(arena: ArenaPlan) -> frozenset[int]:

@@ -24,9 +24,9 @@ FEW = 4
 CPU = torch.device("cpu")
 
 
-def words(samples: int, tokens: int, vocabulary: int, padding: Sequence[int]) -> Batch:
+def words(samples: int, tokens: int, vocabulary: int, padding: Sequence[int], seed: int = 1) -> Batch:
     """Random words with every padding word among them, and random labels."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocabulary, (samples, tokens), generator=generator)
     for place, word in enumerate(padding):
         ids[:, -1 - place] = word

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import repeat
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -51,6 +52,7 @@ from colossal_lite.parallel.swap_proof import (
     check_finite,
     difference_of_parts,
     prove,
+    reads_values,
     sum_of_squares,
     truth_of,
     with_labels,
@@ -317,17 +319,20 @@ class FirstBatch:
     """Why the engine cannot start a backward from a sum over labels; "" if it can."""
     numbers_alone: bool = False
     """Whether random words have shown all but the numbers of a forward with labels."""
+    _more: Iterator[bool] = field(default_factory=lambda: repeat(True, MOST_DRAWS - 1), compare=False)
+    """The forwards after the first that it may look at."""
 
     def waits_for(self, samples: int) -> bool:
         """Whether it looks at a forward with so many samples. An evaluation cuts no batch."""
         return self.model is not None and torch.is_grad_enabled() and samples > 0
 
-    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> bool:
         """As `check_samples_apart`, with the first of the `samples` of a forward's arguments, on the CPU. Then with
-        rows for further ranks as well. A copy that does not run on them shows nothing."""
+        rows for further ranks as well. A copy that does not run on them shows nothing. Returns whether it looks at the
+        next forward too."""
         assert self.model is not None
         if self.numbers_alone:
-            return
+            return False
         count = min(samples, FEW_SAMPLES)
         if self.repeats and not count % 2:
             with suppress(NotRunError):
@@ -340,6 +345,8 @@ class FirstBatch:
         ranks = max(2, FEW_SAMPLES // count)
         with suppress(NotRunError):
             self._check_parts(_with_more_rows(args, kwargs, samples, count, ranks), ranks)
+        reads = bool(self.cuts) and reads_values(self.model, _rows(args, kwargs, samples, count))
+        return reads and next(self._more, False)
 
     def check_numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
         """As `check`, for a loop of one's own, which may train on a number that forward gives. Raises ValueError for
@@ -406,6 +413,8 @@ def _with_more_rows(
 
 
 FEW_SAMPLES = 4
+MOST_DRAWS = 8
+"""Batches with which a model is looked at that reads values of tensors: it may take other branches in each."""
 
 
 class PerSample(nn.Module):
@@ -455,22 +464,26 @@ def check_samples_apart(
     communicated. So must they if backward starts from another number. If not, a model is refused. Without cuts it is
     refused only in steps whose loss the engine computes. As for `repeats`, no forward may read what another has kept.
 
-    A model that does not run on random words is looked at with its first batch, by the result. None: no such model, or
-    too large a one."""
+    A model that does not run on random words is looked at with its first batch, by the result. So is one that reads
+    values of tensors. None: no such model, or too large a one."""
     if is_our_own(model, {}):
         return None
 
-    def tried(small: SmallCopy) -> tuple[str, str]:
-        batch = words(4, small.tokens or TOKENS, small.words, ())
-        parts = batch.cut(2) if cuts else (batch,)
-        found = difference_of_parts(small.model, batch, parts, seed=SEED)
-        mixed = difference_of_parts(small.model, batch, parts) if found and cuts else ""
+    def tried(small: SmallCopy) -> tuple[str, str, bool]:
+        found, mixed, reads = "", "", False
+        for number, batch in enumerate(_draws(small, more=bool(cuts))):
+            reads = number > 0
+            parts = batch.cut(2) if cuts else (batch,)
+            found = difference_of_parts(small.model, batch, parts, seed=SEED)
+            mixed = difference_of_parts(small.model, batch, parts) if found and cuts else ""
+            if found:
+                break
         if repeats and not mixed:
             repeats.check(small.model, batch.cut(2), "a small copy")
-        return found, mixed
+        return found, mixed, reads
 
     try:
-        found, mixed = on_a_copy(model, table_roles(model), tried, is_quick=True)
+        found, mixed, reads = on_a_copy(model, table_roles(model), tried, is_quick=True)
     except NoCopyError:
         if not (cuts or repeats):
             return None
@@ -480,11 +493,20 @@ def check_samples_apart(
         _refuse_mixing(type(model).__name__, "a small copy", mixed, cuts)
     if not found:
         copied = _quick_copy(model) if cuts else None
-        return None if copied is None else FirstBatch(copied, tuple(cuts), numbers_alone=True)
+        return None if copied is None else FirstBatch(copied, tuple(cuts), numbers_alone=not reads)
     refusal = _not_linear(type(model).__name__, found)
     if cuts:
         raise ValueError(refusal)
     return FirstBatch(None, (), refusal=refusal)
+
+
+def _draws(small: SmallCopy, *, more: bool) -> Iterator[Batch]:
+    """Random words. `more`: so many of them, where the model reads values."""
+    for seed in range(1, MOST_DRAWS + 1):
+        batch = words(4, small.tokens or TOKENS, small.words, (), seed)
+        yield batch
+        if not more or not reads_values(small.model, batch):
+            return
 
 
 def _quick_copy(model: nn.Module) -> PerSample | None:

@@ -30,6 +30,7 @@ from colossal_lite.layers.layer_swap import cut_values, fill_placeholders
 from colossal_lite.layers.tensor_modes import ModeResult, TensorStrategy
 from colossal_lite.numerics.generators import drawn_between, generators_kept, states
 from colossal_lite.numerics.proof_modes import TOLERANCE, Plainly
+from colossal_lite.numerics.torch_modes import DispatchMode
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss
 from colossal_lite.parallel.small_copy import deep_copy
@@ -292,6 +293,27 @@ def difference_of_parts(
         if not math.isfinite(truth.loss) or drawn_between(before, states()):
             raise NotRunError(f"its loss is {truth.loss}, or it draws random numbers")
     return difference_of_runs(truth, found)
+
+
+class _ValuesRead(DispatchMode):
+    """Counts the values that code reads of tensors, as `float(x.mean())` and `if x.any()` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += int(func is torch.ops.aten._local_scalar_dense.default)
+        return func(*args, **(kwargs or {}))
+
+
+def reads_values(model: nn.Module, batch: Batch) -> bool:
+    """Whether a forward of this batch in training reads values of tensors. Then another batch may take other
+    branches."""
+    read = _ValuesRead()
+    with generators_kept(), torch.no_grad(), suppress(Exception), read:
+        deep_copy(model).train()(*batch.args, **batch.kwargs)
+    return read.count > 0
 
 
 def runs_in_turn(

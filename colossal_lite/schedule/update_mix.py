@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 LOOKAHEAD = 3
-"""Chunks before its turn that a copy for an update is begun, where both sides are used and no budget counts."""
+"""Chunks before its turn that a copy for an update is begun. So where both sides are used and no budget counts."""
 
 ALL = 2**62
 """Chunks in a row: more than there are."""

@@ -356,8 +356,8 @@ def simulated_s(
     parts: Sequence[UpdateBytes], rates: Rates, mix: UpdateMix, computing: Computing | None = None,
     arena: ArenaWaits = NO_ARENA,
 ) -> float:  # fmt: skip
-    """Seconds of the updates of these chunks, from the norm to the last write; beside `computing`, of a step, with what
-    its `arena` delays."""
+    """Seconds of the updates of these chunks, from the norm to the last write. Beside `computing`, of a step. `arena`:
+    what its places delay."""
     if computing is None:
         return simulated_updates(parts, rates, mix).makespan_s
     timeline = simulated_steps(parts, rates, mix, computing, arena)
