@@ -39,7 +39,8 @@ def _fault(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        unknown = next((given for given in kwargs if given not in signature.parameters), None)
+        is_name = "unexpected keyword" in str(error)
+        unknown = next((given for given in kwargs if is_name and given not in signature.parameters), None)
         near = unknown and nearest(unknown, signature.parameters)
         return f"{error}; did you mean {near!r}?" if near else str(error)
     return ""

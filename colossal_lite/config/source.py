@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import json
 import runpy
+import sys
 import tomllib
 import types
+from collections import UserString
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
@@ -149,14 +151,19 @@ def plain(given: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
     problems: list[Problem] = []
 
     def copied(value: Any, path: str, within: tuple[int, ...]) -> Any:
-        value = _builtin(value)
+        held = id(value)
+        try:
+            value = _builtin(value)
+        except Exception as error:  # of a user's own sequence
+            problems.append(_unread(path, error))
+            return None
         if not isinstance(value, (Mapping, list, tuple)):
             return value
-        if id(value) in within or len(within) == DEEPEST:
-            rule = "holds itself" if id(value) in within else f"is nested more than {DEEPEST} levels deep"
+        if held in within or len(within) == DEEPEST:
+            rule = "holds itself" if held in within else f"is nested more than {DEEPEST} levels deep"
             problems.append(Problem(path, f"a {type(value).__name__}", rule, "sections of settings"))
             return None
-        within = (*within, id(value))
+        within = (*within, held)
         if not isinstance(value, Mapping):
             return tuple(copied(item, f"{path}.{index}", within) for index, item in enumerate(value))
         named: dict[str, Any] = {}
@@ -164,8 +171,7 @@ def plain(given: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
             try:
                 item = value[key]
             except Exception as error:  # of a user's own mapping, as OmegaConf's for a value to fill in
-                rule = f"cannot be read: {type(error).__name__}: {error}"
-                problems.append(Problem(f"{path}.{key}", ABSENT, rule, "a value that the mapping has"))
+                problems.append(_unread(f"{path}.{key}", error))
                 continue
             if isinstance(key, str):
                 named[key] = copied(item, f"{path}.{key}", within)
@@ -176,18 +182,24 @@ def plain(given: Mapping[Any, Any]) -> tuple[dict[str, Any], list[Problem]]:
     return copied(given, "config", ()), problems
 
 
+def _unread(path: str, error: Exception) -> Problem:
+    rule = f"cannot be read: {type(error).__name__}: {error}"
+    return Problem(path, ABSENT, rule, "a value that can be read")
+
+
 def _builtin(value: Any) -> Any:
     """Python's own number, text or list, for a number or array of numpy or torch, a path, or a sequence.
 
-    Without it a float of numpy would be a setting, and an int of numpy none."""
+    Without it a float of numpy would be a setting, and an int of numpy none. Times of numpy are no numbers."""
     if isinstance(value, PurePath):
         return str(value)
-    if callable(tolist := getattr(value, "tolist", None)) and not isinstance(value, type):
-        try:
-            return tolist()
-        except (RuntimeError, TypeError):  # a tensor of the meta device has no numbers
-            return value
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        return value if value.dtype.kind in "mM" else value.tolist()
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value if value.is_meta else value.tolist()
+    is_text = isinstance(value, (str, bytes, bytearray, memoryview, UserString))
+    if isinstance(value, Sequence) and not is_text and not isinstance(value, (list, tuple)):
         return list(value)
     return value
 

@@ -17,8 +17,6 @@ MAIN = ("inputs", "input_ids")
 IGNORED = -100
 LossOf = Literal["logits", "model", "shown", "own"]
 """What reads the labels. "shown": the model itself, proven on an example. "own": a function of the user's."""
-SURE_BITS = 17.0
-"""Labels equal the inputs by chance in fewer than one of 100,000 batches, where they are refused."""
 FREE: tuple[LossOf, ...] = ("shown", "own")
 """Labels of any form, of samples too."""
 
@@ -67,9 +65,8 @@ def check_batch(
     rules.check_forms()
     found = [rule for path, x in entries.items() for rule in rules.of_values(path, x)]
     broken = torch.stack([broken for broken, _ in found]).tolist()
-    faults = [describe() for (_, describe), bad in zip(found, broken, strict=True) if bad]
-    if told := "; ".join(filter(None, faults)):
-        raise ValueError(told)
+    if faults := [describe() for (_, describe), bad in zip(found, broken, strict=True) if bad]:
+        raise ValueError("; ".join(faults))
 
 
 def _check_tensors(entries: Mapping[str, Any]) -> None:
@@ -200,15 +197,9 @@ class _Rules:
             "its config, and has no such rule"
         )
         equal = (~counted | (x == inputs)).all() & unshifted.any()
-        yield equal, lambda: f"labels: equal to the inputs; {rule}" if _bits(x[counted]) >= SURE_BITS else ""
-
-
-def _bits(labels: Tensor) -> float:
-    """Labels drawn apart from the inputs, with these frequencies, equal them by a chance of 2 ** -bits."""
-    counts = labels.unique(return_counts=True)[1].double()
-    return -float((counts * (counts / counts.sum()).log2()).sum())
+        yield equal, lambda: f"labels: equal to the inputs; {rule}"
 
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _Rule = tuple[Tensor, Callable[[], str]]
-"""whether the rule is broken, as a 0-d bool on the device of the batch, and its message. "": it is kept"""
+"""whether the rule is broken, as a 0-d bool on the device of the batch, and its message"""

@@ -146,7 +146,7 @@ def initialize(
             f"model: {type(model).__name__}; legal: an nn.Module, or a function that makes one, such as lambda: "
             f"cl.models.GPT(config)"
         )
-    if plan != "auto" and not isinstance(plan, Mapping):
+    if not isinstance(plan, Mapping) and not (isinstance(plan, str) and plan == "auto"):
         raise ValueError(f"plan: {shown(plan)}; legal: 'auto', or a dict from name patterns to roles")
     _check_rates(lr_lambda, optimizer, context)
     records, wrappers = _records_of(task, store, optimizer, context), None
@@ -285,7 +285,8 @@ def _loss_by(
     criterion: Criterion | Literal["model"] | None, module: nn.Module, context: Context, example: Batch | None
 ) -> Criterion | ModelLoss | None:
     """The callable that computes the loss; None: the engine's own."""
-    if criterion not in ("model", None) and not callable(criterion):
+    is_model = isinstance(criterion, str) and criterion == "model"
+    if criterion is not None and not is_model and not callable(criterion):
         raise ValueError(f"criterion={criterion!r}; legal: a callable, 'model' or None")
     return _own_loss(module, context, example) if isinstance(criterion, str) else criterion
 

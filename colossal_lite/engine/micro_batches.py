@@ -122,6 +122,7 @@ class MicroBatches:
                         self._first_batch.check_numbers(args, kwargs, samples)
                     if not each.check(args, kwargs, samples):
                         self._looks.remove(each)
+                        self._first_batch = None if each is self._first_batch else self._first_batch
 
     def _check_accumulation(self, sizes: Sequence[int], samples_before: int) -> None:
         """Raises ValueError for more accumulated parts than samples, where no batch has filled them. Allows one more

@@ -41,7 +41,7 @@ from colossal_lite.observe.flops import device_peak_flops
 from colossal_lite.observe.printed_lines import tell
 from colossal_lite.observe.report import REPORT
 from colossal_lite.observe.run_log import RankLog, RunLog, Scale
-from colossal_lite.observe.sinks import Sink, run_sinks
+from colossal_lite.observe.sinks import check_sinks, run_sinks
 
 ORDERING = ("global_batch", "shuffle", "drop_last", "labels")
 """Settings of a loader that decide which samples a step trains on, and how."""
@@ -85,6 +85,7 @@ class Run:
         self._result: StepResult | None = None
         self._stopped: Stopped | None = None
         self._check_folder(dict(save_every=save_every, fresh=fresh))
+        self._check_log(log)
         self._files, self._has_ended = self.context.hold(ExitStack()), False
         engine.begin_run(self._end)
         if fresh:
@@ -97,7 +98,7 @@ class Run:
         self._log = RunLog(
             folder, scale=Scale(bytes_per_token, flops_per_token, peak * self.context.world_size if peak else None),
             device=self.context.device, resumed_step=engine.steps, 
-            also=self._sinks(log, folder),
+            also=run_sinks(log, folder, self._extra["facts"], engine.steps),
         )  # fmt: skip
         self._folder, self._begun, self._measures = folder, engine.steps, False
         self._files.enter_context(self._opened())
@@ -114,6 +115,7 @@ class Run:
         `steps` is the total, with the steps made before a resume. A run that has made them gives no batch, and says so.
         Continues at the position in the data. Saves after the last step. Raises `Stopped` after the step in which a
         signal came. Raises ValueError if a resumed run's dataset had another length. Collective."""
+        self._refuse_ended()
         refuse_unknown("run.batches", loader, ["steps", *loader_names(less=["start"])])
         steps = whole("steps", steps, "1 or more whole steps, those made before a resume included")
         start = self._samples
@@ -181,6 +183,7 @@ class Run:
 
         Its batches are those of training, or of a torch DataLoader, but neither shuffled nor dropped; `loader` changes
         that. Auxiliary losses are weighed in each batch. Collective."""
+        self._refuse_ended()
         refuse_unknown("run.evaluate", loader, loader_names())
         total, count = 0.0, 0.0
         with self._log.timeline.span("evaluate"):
@@ -201,7 +204,8 @@ class Run:
 
     def save(self) -> None:
         """Save now. A failed save is printed and the run continues, until `checkpoint.max_failures` consecutive saves
-        have failed. Collective."""
+        have failed. Raises ValueError for a run that has ended. Collective."""
+        self._refuse_ended()
         self._saved_step = self.engine.steps
         with self._log.timeline.span("save"):
             try:
@@ -250,16 +254,23 @@ class Run:
             self.save()
 
     def _end(self) -> None:
-        """Another run of the engine begins."""
-        self._files.close()
-        self._has_ended = True
+        """Another run of the engine begins. The last step is saved if it was this run's."""
+        if self._result is None or self._result.step != self.engine.steps:
+            self._saved_step = self.engine.steps
+        try:
+            self._files.close()
+        finally:
+            self._has_ended = True
 
     def _raise_stop(self) -> None:
         if self._stopped is not None:
             raise self._stopped
+        self._refuse_ended()
+
+    def _refuse_ended(self) -> None:
         if self._has_ended:
             raise ValueError(
-                f"run: that in {self.directory} ended when the next of its engine began; legal: that one"
+                f"run: that in {self.directory} ended when another of its engine began; legal: that one, or a new run"
             )
 
     def _save_last(self) -> None:
@@ -275,16 +286,15 @@ class Run:
             if not self.engine.is_closed:
                 self._save_last()
 
-    def _sinks(self, log: str | Sequence[str], folder: Path | None) -> tuple[Sink, ...]:
-        """The further sinks of this rank. Collective: raises ValueError on every rank, if a rank has no such sink."""
-        fault, sinks = "", tuple[Sink, ...]()
+    def _check_log(self, log: str | Sequence[str]) -> None:
+        """Raises ValueError on every rank, if a rank lacks the package of a sink. Collective."""
+        fault = ""
         try:
-            sinks = run_sinks(log, folder, self._extra["facts"], self.engine.steps)
+            check_sinks(log, makes=self.context.is_main)
         except ValueError as error:
             fault = str(error)
         if told := next(filter(None, self.context.mesh.world.gather_json(fault)), ""):
             raise ValueError(told)
-        return sinks
 
     def _check_folder(self, arguments: Mapping[str, Any]) -> None:
         """Raises ValueError, on every rank, if a rank cannot write to the folder. Also if ranks differ in facts or

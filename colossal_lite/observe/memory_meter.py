@@ -38,9 +38,10 @@ class LiveBytes(DispatchMode):
         self._around: list[ExitStack] = []
 
     def __enter__(self) -> Self:
-        self._around.append(around := ExitStack())
-        around.enter_context(uncompiled())
-        super().__enter__()  # type: ignore[no-untyped-call]
+        with ExitStack() as around:
+            around.enter_context(uncompiled())
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._around.append(around.pop_all())
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,22 +63,30 @@ SINKS: Mapping[str, Callable[[Path, Mapping[str, Any], int], Sink]] = {
 }
 
 
+PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+"""What each imports."""
+
+
+def check_sinks(names: str | Sequence[str], *, makes: bool) -> None:
+    """Raises ValueError for other types, and for an unknown name. If this rank `makes` them, also for one whose package
+    is not installed."""
+    if not isinstance(names, Sequence):
+        raise ValueError(f"log: {names!r}; legal: a list of names, of {', '.join(SINKS)}")
+    names = [names] if isinstance(names, str) else names
+    if unknown := [name if isinstance(name, str) else repr(name) for name in names if name not in [*SINKS]]:
+        raise ValueError(f"log: {', '.join(unknown)}; legal: {', '.join(SINKS)}")
+    try:
+        for name in names if makes else ():
+            import_module(PACKAGES[name])
+    except ImportError as error:
+        raise ValueError(f'log: {error}; legal after: pip install -e ".[log]"') from error
+
+
 def run_sinks(
     names: str | Sequence[str], folder: Path | None, facts: Mapping[str, Any], resumed_step: int = 0
 ) -> tuple[Sink, ...]:
     """Makes the named sinks of a run that resumes after `resumed_step`; none if `folder` is None. `facts` describe the
-    run.
-
-    Raises ValueError for other types, for an unknown name, and for one whose package is not installed.
-    """
+    run. Raises as `check_sinks`."""
+    check_sinks(names, makes=folder is not None)
     names = [names] if isinstance(names, str) else names
-    if not isinstance(names, Sequence):
-        raise ValueError(f"log: {names!r}; legal: a list of names, of {', '.join(SINKS)}")
-    if unknown := [name if isinstance(name, str) else repr(name) for name in names if name not in [*SINKS]]:
-        raise ValueError(f"log: {', '.join(unknown)}; legal: {', '.join(SINKS)}")
-    if folder is None:
-        return ()
-    try:
-        return tuple(SINKS[name](folder, facts, resumed_step) for name in names)
-    except ImportError as error:
-        raise ValueError(f'log: {error}; legal after: pip install -e ".[log]"') from error
+    return () if folder is None else tuple(SINKS[name](folder, facts, resumed_step) for name in names)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import repeat
+from itertools import count
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -319,8 +319,8 @@ class FirstBatch:
     """Why the engine cannot start a backward from a sum over labels; "" if it can."""
     numbers_alone: bool = False
     """Whether random words have shown all but the numbers of a forward with labels."""
-    _more: Iterator[bool] = field(default_factory=lambda: repeat(True, MOST_DRAWS - 1), compare=False)
-    """The forwards after the first that it may look at."""
+    _forwards: Iterator[int] = field(default_factory=count, compare=False)
+    """Counts those that it has looked at."""
 
     def waits_for(self, samples: int) -> bool:
         """Whether it looks at a forward with so many samples. An evaluation cuts no batch."""
@@ -333,20 +333,20 @@ class FirstBatch:
         assert self.model is not None
         if self.numbers_alone:
             return False
-        count = min(samples, FEW_SAMPLES)
-        if self.repeats and not count % 2:
+        size, number = min(samples, FEW_SAMPLES), next(self._forwards)
+        few = _rows(args, kwargs, samples, size)
+        if self.repeats and not size % 2 and not number:
             with suppress(NotRunError):
-                self.repeats.check(
-                    self.model, _rows(args, kwargs, samples, count).cut(2), "a copy", sum_of_squares
-                )
-        if count > 1:
+                self.repeats.check(self.model, few.cut(2), "a copy", sum_of_squares)
+        if size > 1:
             with suppress(NotRunError):
-                self._check_parts(_rows(args, kwargs, samples, count), 2)
-        ranks = max(2, FEW_SAMPLES // count)
-        with suppress(NotRunError):
-            self._check_parts(_with_more_rows(args, kwargs, samples, count, ranks), ranks)
-        reads = bool(self.cuts) and reads_values(self.model, _rows(args, kwargs, samples, count))
-        return reads and next(self._more, False)
+                self._check_parts(few, 2)
+        if size == 1 or not number:
+            ranks = max(2, FEW_SAMPLES // size)
+            with suppress(NotRunError):
+                self._check_parts(_with_more_rows(args, kwargs, samples, size, ranks), ranks)
+        reads = bool(self.cuts) and (number > 0 or reads_values(self.model, few))
+        return reads and number + 1 < MOST_BATCHES
 
     def check_numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
         """As `check`, for a loop of one's own, which may train on a number that forward gives. Raises ValueError for
@@ -413,8 +413,9 @@ def _with_more_rows(
 
 
 FEW_SAMPLES = 4
-MOST_DRAWS = 8
-"""Batches with which a model is looked at that reads values of tensors: it may take other branches in each."""
+MOST_DRAWS, MOST_BATCHES = 8, 4
+"""Draws of words, and batches, with which a model is looked at that reads values of tensors. In each it may take other
+branches."""
 
 
 class PerSample(nn.Module):

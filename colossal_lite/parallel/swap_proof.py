@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld, EndedError, run_emulated
@@ -30,7 +31,7 @@ from colossal_lite.layers.layer_swap import cut_values, fill_placeholders
 from colossal_lite.layers.tensor_modes import ModeResult, TensorStrategy
 from colossal_lite.numerics.generators import drawn_between, generators_kept, states
 from colossal_lite.numerics.proof_modes import TOLERANCE, Plainly
-from colossal_lite.numerics.torch_modes import DispatchMode
+from colossal_lite.numerics.torch_modes import DispatchMode, uncompiled
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss
 from colossal_lite.parallel.small_copy import deep_copy
@@ -303,17 +304,45 @@ class _ValuesRead(DispatchMode):
         self.count: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += int(func is torch.ops.aten._local_scalar_dense.default)
+        self.count += int(func in VALUES_READ or func in INDEXED and _has_mask(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+aten = torch.ops.aten
+VALUES_READ = frozenset(
+    {
+        aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default,
+        aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default,
+    }
+)  # fmt: skip
+"""Operations whose result, or its shape, code may read."""
+INDEXED = frozenset({aten.index.Tensor})
+"""Those too, by a mask."""
+
+
+def _has_mask(places: Sequence[Any]) -> bool:
+    return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in places)
+
+
+class _ListsRead(TorchFunctionMode):
+    """Counts tensors that code makes lists or arrays of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: int = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += int(getattr(func, "__name__", "") in ("tolist", "numpy", "__array__"))
         return func(*args, **(kwargs or {}))
 
 
 def reads_values(model: nn.Module, batch: Batch) -> bool:
     """Whether a forward of this batch in training reads values of tensors. Then another batch may take other
     branches."""
-    read = _ValuesRead()
-    with generators_kept(), torch.no_grad(), suppress(Exception), read:
+    values, lists = _ValuesRead(), _ListsRead()
+    with generators_kept(), uncompiled(), torch.no_grad(), suppress(Exception), lists, values:
         deep_copy(model).train()(*batch.args, **batch.kwargs)
-    return read.count > 0
+    return values.count + lists.count > 0
 
 
 def runs_in_turn(

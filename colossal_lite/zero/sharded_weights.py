@@ -8,8 +8,10 @@ order, whatever modules it leaves out.  At the end of a forward or backward the 
 plan has dropped is an error, never an old value.
 
 The first micro-batch has no plan.  At each new unit the ranks exchange which weights they want and how many gradients
-are complete.  They reduce the gradients that are complete on any rank, gather what any of them wants, and record it.
-That record is the trace.  The arena is allocated when the trace ends; nothing is allocated after that.
+are complete.  They reduce the gradients that are complete on any rank, and gather what comes first in the order of the
+model.  Ranks that want other weights wait for their turn.  So where ranks leave out other modules, such as experts, the
+record has all of them in one order.  That record is the trace.  The arena is allocated when the
+trace ends; nothing is allocated after that.
 
 Slots and saved views are in zero/weight_slots.py.  Code that backward runs again saves real views.  So the units that a
 recomputed block reads are requested at once, and held until backward leaves the block.  Code of the user that one node
@@ -230,7 +232,8 @@ class ParameterGather(ShardedWeights):
 
     def _gather_needed(self, needs: Needs) -> None:
         if self.plan is None:
-            self._trace_moment(needs)
+            while not needs <= self._current:
+                self._trace_moment(needs)
             return
         found = next((i for i in range(self._next, len(self._steps)) if needs <= self._steps[i].needs), None)
         if found is None:
@@ -349,7 +352,10 @@ class ParameterGather(ShardedWeights):
         wanted = [row[0] for row in rows if row[0] is not None]
         if not wanted:
             return False
-        union: Needs = frozenset(index for some in wanted for index in some)
+        forward = self._phase is Phase.FORWARD
+        places = [max(some) if forward else -min(some) for some in wanted]
+        first = (some for some, place in zip(wanted, places, strict=True) if place == min(places))
+        union: Needs = frozenset(index for some in first for index in some)
         self._current = NOTHING
         self._make_resident(dict.fromkeys(sorted(union), -1))
         self._seen.append(GatherMoment(union, launched))

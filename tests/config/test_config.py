@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import re
-from collections import UserDict, UserList
+from collections import UserDict, UserList, UserString
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -281,6 +281,45 @@ def test_a_value_that_a_mapping_does_not_give_is_refused_by_name() -> None:
     told = "config.optimizer.lr = not given: cannot be read: LookupError: lr has no value yet; legal: a value"
     with pytest.raises(ConfigError, match=re.escape(told)):
         Config.load(dict(optimizer=Unread(lr=None)))
+
+
+class UnreadList(UserList[Any]):
+    """As `Unread`, a sequence."""
+
+    def __getitem__(self, place: Any) -> Any:
+        raise LookupError("no value yet")
+
+
+def holding_itself() -> list[Any]:
+    betas: list[Any] = []
+    betas += [betas, betas]
+    return betas
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (
+            UnreadList([0.5, 0.25]),
+            "config.optimizer.betas = not given: cannot be read: LookupError: no value yet",
+        ),
+        (holding_itself(), "config.optimizer.betas.1 = 'a list': holds itself"),
+        (np.timedelta64(5, "ns"), "optimizer.betas = np.timedelta64(5,'ns'): has the wrong type"),
+        (
+            torch.empty(2, device="meta"),
+            "optimizer.betas = tensor(..., device='meta', size=(2,)): has the wrong",
+        ),
+    ],
+)
+def test_a_sequence_that_cannot_be_read_and_what_is_no_number_are_refused_by_name(
+    value: object, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        Config.load(dict(optimizer=dict(betas=value)))
+
+
+def test_text_of_any_class_is_text() -> None:
+    assert Config.load(dict(optimizer=dict(type=UserString("sgd")))).optimizer.type == "sgd"
 
 
 def test_a_configuration_is_frozen() -> None:

@@ -481,16 +481,6 @@ def test_a_bad_batch_is_refused_with_path_value_and_rule(batch: Any, message: st
         check_batch(batch, StatedSizes(vocabulary=10))
 
 
-@pytest.mark.parametrize("labels", [[0, 1], [0, 1, 1, 0, 1, 0, 0, 1], [0] * 39 + [1]])
-def test_labels_that_equal_the_inputs_by_chance_are_trained_on(labels: list[int]) -> None:
-    """Classes of tokens, 0 and 1, equal the inputs of 2 tokens in one of 4 batches."""
-    check_batch((tokens(labels), tokens(labels)), StatedSizes(vocabulary=2))
-    often = tokens(labels * 100)
-    if len(labels) < 40:
-        with pytest.raises(ValueError, match="labels: equal to the inputs"):
-            check_batch((often, often), StatedSizes(vocabulary=2))
-
-
 def test_a_sequence_or_position_beyond_what_the_model_states_is_refused() -> None:
     sizes = StatedSizes(tokens=2, positions=2)
     with pytest.raises(ValueError, match=re.escape("inputs: shape (2, 4); legal: at most 2 tokens")):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -381,7 +382,7 @@ def test_what_cannot_be_is_refused_on_every_rank(how: str, says: str, tmp_path: 
 
 def test_the_next_run_of_an_engine_ends_the_one_before_and_saves_its_last_step(tmp_path: Path) -> None:
     """Before, both logged and saved each further step."""
-    assert run_world(ran_twice, 2, str(tmp_path)) == [([1, 2], [3, 4, 5], [2], [5, 2])] * 2
+    assert run_world(ran_twice, 2, str(tmp_path)) == [([1, 2, 3], [4, 5], [3], [5])] * 2
 
 
 def ran_twice(env: RankEnv, folder: str) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -393,14 +394,19 @@ def ran_twice(env: RankEnv, folder: str) -> tuple[list[int], list[int], list[int
         batches = run.batches(TRAIN, global_batch=4, steps=6)
         for _, batch in zip(range(2), batches, strict=False):
             run.step(batch)
-        with pytest.raises(ValueError, match="unknown argument"):
-            cl.fit(engine, TRAIN, directory=second, steps=5, global_batch=4, shuffel=True)
+        with pytest.raises(ValueError, match="log: mlflow"):
+            cl.Run(second, engine, log=["mlflow"])
+        run.step(next(batches))
         with pytest.raises(ValueError, match="labels"):
             cl.fit(engine, TRAIN, directory=second, steps=5, global_batch=4, labels="none")
         cl.fit(engine, TRAIN, directory=second, steps=5, global_batch=4)
-        for late in (lambda: next(batches), lambda: run.step(batch)):
-            with pytest.raises(ValueError, match="first ended when the next of its engine began"):
-                late()
+        late: list[Callable[[], object]] = [
+            lambda: next(batches), lambda: run.step(batch), lambda: run.evaluate(TRAIN), run.save,
+            lambda: run.batches(TRAIN, global_batch=4, steps=9),
+        ]  # fmt: skip
+        for call in late:
+            with pytest.raises(ValueError, match="first ended when another of its engine began"):
+                call()
     logged = ([row["step"] for row in rows(each / "metrics.jsonl")] for each in (first, second))
     saved = ([inspect(path).step for path in listed(each / "checkpoints")] for each in (first, second))
     return *logged, *saved  # type: ignore[return-value]

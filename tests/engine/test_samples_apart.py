@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -133,33 +134,43 @@ def test_an_output_that_is_not_of_samples_is_not_taken_for_one() -> None:
         assert isinstance(told, str) and "samples of Tempered see each other" in told
 
 
+READS: dict[str, Callable[[Tensor], float]] = {
+    "float": lambda x: float(x.mean()),
+    "list": lambda x: sum(x.flatten().tolist()),
+    "array": lambda x: x.numpy().sum(),
+    "shape": lambda x: 2 * x[x > 0].numel() - x.numel(),
+    "places": lambda x: 2 * len((x > 0).nonzero()) - x.numel(),
+}
+"""How code reads a value that is positive in half of all batches."""
+
+
 class Branched(nn.Module):
     """Takes a branch by the mean of a batch, or of each sample. Its first values decide which batches show it."""
 
-    def __init__(self, takes_ids: bool, of_batch: bool, seed: int) -> None:
+    def __init__(self, takes_ids: bool, of_batch: bool, seed: int, read: str) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.of_batch = of_batch
+        self.of_batch, self.read = of_batch, read
         self.words = nn.Embedding(V, D) if takes_ids else nn.Linear(4, D)
         self.one, self.other, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, V)
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.words(inputs)
         parts = [x] if self.of_batch else x.split(1)
-        branches = [self.one if float(part.detach().mean()) > 0 else self.other for part in parts]
+        branches = [self.one if READS[self.read](part.detach()) > 0 else self.other for part in parts]
         logits: Tensor = self.head(
             torch.cat([f(part) for f, part in zip(branches, parts, strict=True)]).relu()
         )
         return logits
 
 
-def branched(env: RankEnv, takes_ids: bool, of_batch: bool, seed: int) -> str:
+def branched(env: RankEnv, takes_ids: bool, of_batch: bool, seed: int, read: str) -> str:
     """The refusal of a loop that accumulates, or "" after three steps."""
     config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), gradient_accumulation=3)
     draw = torch.Generator().manual_seed(1)
     with env.launch(config) as context:
         try:
-            engine = cl.initialize(Branched(takes_ids, of_batch, seed).double(), context=context)
+            engine = cl.initialize(Branched(takes_ids, of_batch, seed, read).double(), context=context)
             for number in range(9):
                 numbers = torch.randn(4, 4, generator=draw, dtype=torch.float64)
                 inputs = torch.randint(V, (4, 4), generator=draw) if takes_ids else numbers
@@ -175,14 +186,17 @@ def branched(env: RankEnv, takes_ids: bool, of_batch: bool, seed: int) -> str:
 
 
 @pytest.mark.parametrize("takes_ids", [True, False])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("read", "seed"), [*(("float", n) for n in range(8)), *((read, n) for read in READS for n in (3, 5))]
+)
 def test_a_branch_by_the_mean_of_a_batch_is_seen_though_one_batch_may_not_show_it(
-    seed: int, takes_ids: bool
+    read: str, seed: int, takes_ids: bool
 ) -> None:
-    (told,) = run_world(branched, 1, takes_ids, True, seed)
+    (told,) = run_world(branched, 1, takes_ids, True, seed, read)
     assert "samples of Branched see each other" in told
 
 
+@pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("takes_ids", [True, False])
-def test_a_branch_by_the_mean_of_each_sample_trains(takes_ids: bool) -> None:
-    assert run_world(branched, 1, takes_ids, False, 0) == [""]
+def test_a_branch_by_the_mean_of_each_sample_trains(takes_ids: bool, read: str) -> None:
+    assert run_world(branched, 1, takes_ids, False, 0, read) == [""]

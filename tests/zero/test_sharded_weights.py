@@ -387,6 +387,46 @@ def test_p8_a_rank_that_skips_a_module_takes_part_in_its_gathers() -> None:
         assert all(torch.allclose(state[n], v, rtol=1e-12, atol=1e-15) for n, v in expected.items())
 
 
+class Experts(nn.Module):
+    """Samples of word w run through the experts whose bits w has, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for number, expert in enumerate(self.experts):
+            chosen = (ids >> number) % 2 == 1
+            if chosen.any():
+                x = torch.where(chosen[..., None], torch.tanh(expert(x)), x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def routed(env: RankEnv, stage: int, first: tuple[int, int]) -> dict[str, Tensor]:
+    """In the first step each rank uses the experts of a word of its own, and later ones that are new to it."""
+    with env.launch(SGD | dict(zero=dict(stage=stage))) as context:
+        torch.manual_seed(0)
+        engine = start_module(Experts(), context, Case(chunk_bytes=8 * 16))
+        for words in (first, (7, 7), (5, 2), (3, 6), first[::-1]):
+            ids = torch.full((1, 4), words[env.rank])
+            engine.train_step((ids, (ids + 1) % 8))
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("first", [(4, 3), (3, 4), (4, 1), (0, 7), (6, 1)])
+def test_ranks_that_use_other_experts_in_the_first_step_trace_all_in_one_order(
+    first: tuple[int, int],
+) -> None:
+    """Before, what one rank used last stood before what the other used first. A step that used both was refused."""
+    expected, _ = run_world(routed, 2, 0, first)
+    for state in run_world(routed, 2, 3, first):
+        assert all(torch.allclose(state[n], v, rtol=1e-12, atol=1e-15) for n, v in expected.items())
+
+
 class Turning(nn.Module):
     """Uses its two layers in the order that an attribute says."""
 
