@@ -137,17 +137,7 @@ def initialize(
     moments, step counts, loss scale and buffers.  Frozen parameters are the model's.  Raises ValueError on every rank
     if the parked state does not fit this engine; it stays parked.  ConfigError if memory.host_budget is too small.
     """
-    if not isinstance(context, Context):
-        raise ValueError(
-            f"context: {type(context).__name__}; legal: the context that cl.launch(config) gives"
-        )
-    if not callable(model):
-        raise ValueError(
-            f"model: {type(model).__name__}; legal: an nn.Module, or a function that makes one, such as lambda: "
-            f"cl.models.GPT(config)"
-        )
-    if not isinstance(plan, Mapping) and not (isinstance(plan, str) and plan == "auto"):
-        raise ValueError(f"plan: {shown(plan)}; legal: 'auto', or a dict from name patterns to roles")
+    _check_values(model, context, plan)
     _check_rates(lr_lambda, optimizer, context)
     records, wrappers = _records_of(task, store, optimizer, context), None
     try:
@@ -169,6 +159,21 @@ def initialize(
             free_statistics(model)
             trace_again(model)
         raise
+
+
+def _check_values(model: object, context: object, plan: object) -> None:
+    """Raises ValueError for values of other types."""
+    if not isinstance(context, Context):
+        raise ValueError(
+            f"context: {type(context).__name__}; legal: the context that cl.launch(config) gives"
+        )
+    if not callable(model):
+        raise ValueError(
+            f"model: {type(model).__name__}; legal: an nn.Module, or a function that makes one, such as lambda: "
+            f"cl.models.GPT(config)"
+        )
+    if not isinstance(plan, Mapping) and not (isinstance(plan, str) and plan == "auto"):
+        raise ValueError(f"plan: {shown(plan)}; legal: 'auto', or a dict from name patterns to roles")
 
 
 def _records_of(
