@@ -38,7 +38,7 @@ class FirstLook(Protocol):
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> bool | None:
         """Look at arguments on the CPU. Raises ValueError for a model that would be another one. Returns whether it
-        looks at the next forward too."""
+        looks at later forwards too."""
 
 
 UNSEEN = 10_000

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import count
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -319,34 +318,37 @@ class FirstBatch:
     """Why the engine cannot start a backward from a sum over labels; "" if it can."""
     numbers_alone: bool = False
     """Whether random words have shown all but the numbers of a forward with labels."""
-    _forwards: Iterator[int] = field(default_factory=count, compare=False)
-    """Counts those that it has looked at."""
+    _forwards: list[int] = field(default_factory=lambda: [0], compare=False)
+    """How many it was asked for."""
 
     def waits_for(self, samples: int) -> bool:
-        """Whether it looks at a forward with so many samples. An evaluation cuts no batch."""
-        return self.model is not None and torch.is_grad_enabled() and samples > 0
+        """Whether it looks at a forward with so many samples: the first ones, and those whose number is a power of two.
+        An evaluation cuts no batch."""
+        if self.model is None or not torch.is_grad_enabled() or samples == 0:
+            return False
+        self._forwards[0] += 1
+        return self._forwards[0] <= MOST_BATCHES or self._forwards[0].bit_count() == 1
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> bool:
         """As `check_samples_apart`, with the first of the `samples` of a forward's arguments, on the CPU. Then with
-        rows for further ranks as well. A copy that does not run on them shows nothing. Returns whether it looks at the
-        next forward too."""
+        rows for further ranks as well. A copy that does not run on them shows nothing. Returns whether it looks at
+        later forwards too."""
         assert self.model is not None
         if self.numbers_alone:
             return False
-        size, number = min(samples, FEW_SAMPLES), next(self._forwards)
+        size, is_first = min(samples, FEW_SAMPLES), self._forwards[0] == 1
         few = _rows(args, kwargs, samples, size)
-        if self.repeats and not size % 2 and not number:
+        if self.repeats and not size % 2 and is_first:
             with suppress(NotRunError):
                 self.repeats.check(self.model, few.cut(2), "a copy", sum_of_squares)
         if size > 1:
             with suppress(NotRunError):
                 self._check_parts(few, 2)
-        if size == 1 or not number:
+        if size == 1 or is_first:
             ranks = max(2, FEW_SAMPLES // size)
             with suppress(NotRunError):
                 self._check_parts(_with_more_rows(args, kwargs, samples, size, ranks), ranks)
-        reads = bool(self.cuts) and (number > 0 or reads_values(self.model, few))
-        return reads and number + 1 < MOST_BATCHES
+        return bool(self.cuts) and (not is_first or reads_values(self.model, few))
 
     def check_numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
         """As `check`, for a loop of one's own, which may train on a number that forward gives. Raises ValueError for
@@ -414,8 +416,8 @@ def _with_more_rows(
 
 FEW_SAMPLES = 4
 MOST_DRAWS, MOST_BATCHES = 8, 4
-"""Draws of words, and batches, with which a model is looked at that reads values of tensors. In each it may take other
-branches."""
+"""Draws of words, and first batches, with which a model is looked at that reads values of tensors. In each it may take
+other branches."""
 
 
 class PerSample(nn.Module):
