@@ -690,7 +690,8 @@ def _build_chunks(
     changes = OwnChanges(named.values())
     for chunk in (*chunks, *frozen):
         left = records.kept is not None and chunk.spec.key.trains
-        chunk.adopt(named, None if left else initial, changes)
+        chunk.changes = changes
+        chunk.adopt(named, None if left else initial)
     packed_names = {entry.name for spec in packed for entry in spec.entries}
     for name in named.keys() - packed_names:
         parameter = named[name]

@@ -48,7 +48,7 @@ from colossal_lite.memory.pinned import make_pages, zeros_on
 from colossal_lite.memory.task_records import GRADIENTS, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import GradientOffloadBuffer, copied_to, copy_into, to_device
 from colossal_lite.memory.vector_gradients import VectorGradients, add_gradient
-from colossal_lite.memory.weight_chunk import UNSHARDED, Groups, OwnChanges, Values, WeightChunk
+from colossal_lite.memory.weight_chunk import UNSHARDED, Groups, Values, WeightChunk
 from colossal_lite.numerics.precision import ChunkTypes
 
 
@@ -170,13 +170,8 @@ class Chunk(WeightChunk, LocalShard):
         """Squares of the first sum that left a GPU for the host, while it is the only one. So it need not be copied
         back."""
 
-    def adopt(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        initial: Values | None,
-        changes: OwnChanges | None = None,
-    ) -> None:
-        super().adopt(parameters, initial, changes)
+    def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Values | None) -> None:
+        super().adopt(parameters, initial)
         if self.device.type == "cuda":  # where a launch costs more than the memory of what waits
             self._vectors.most = sum(parameter.dim() == 1 for parameter in self._parameters)
 

@@ -19,7 +19,7 @@ from colossal_lite.memory.link import Link
 from colossal_lite.memory.packing import Entry
 from colossal_lite.memory.task_records import TaskRecords
 from colossal_lite.memory.transfers import copy_into
-from colossal_lite.memory.weight_chunk import OwnChanges, Values, WeightChunk, WeightState
+from colossal_lite.memory.weight_chunk import Values, WeightChunk, WeightState
 
 BLOCK_NUMEL = 1 << 20
 
@@ -41,15 +41,10 @@ class FrozenChunk(WeightChunk):
             return torch.empty(numel, dtype=dtype, device="meta")
         return super()._room(kind, numel, dtype, rests=rests)
 
-    def adopt(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        initial: Values | None,
-        changes: OwnChanges | None = None,
-    ) -> None:
+    def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Values | None) -> None:
         """As for all chunks. Raises FrozenError for values that differ from those of the stated base."""
         if self.weights_at_rest is None or self.device.type == "meta" or initial is None:
-            return super().adopt(parameters, initial, changes)
+            return super().adopt(parameters, initial)
         assert self._records is not None
         shapes = [(e.name, e.start, e.stop, [*parameters[e.name].shape]) for e in self.spec.entries]
         place = (self.world.size, self.world.rank) if self.world is not None else (1, 0)
@@ -60,7 +55,7 @@ class FrozenChunk(WeightChunk):
             base=self.base,
         )  # fmt: skip
         self.local_shard = self.weights_at_rest = self.record.flat
-        super().adopt(parameters, None, changes)
+        super().adopt(parameters, None)
 
     def _blocks(self, initial: Values) -> Iterator[tuple[Entry, slice, Tensor]]:
         """This rank's part of each parameter, a block at a time, as it is kept: the elements of the shard, and values

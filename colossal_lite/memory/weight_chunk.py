@@ -56,6 +56,10 @@ class OwnChanges:
             self._of |= dict.fromkeys(moved, [shared[0]._version])  # one list for all of them
             shared = [p for p in shared if p not in self._of]
 
+    def has(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether these are among its parameters."""
+        return all(parameter in self._of for parameter in parameters)
+
     def count(self, parameters: Sequence[nn.Parameter]) -> None:
         """The engine changes these."""
         increment_version(parameters)
@@ -165,7 +169,8 @@ class WeightChunk:
         self.weights = WeightState.SHARDED if self.is_sharded else WeightState.WHOLE
         self.version = 0
         """How often the weights have changed."""
-        self._changes = OwnChanges(())
+        self.changes = OwnChanges(())
+        """Of all parameters of a model, if given before `adopt`. Else no other chunk has views of the same tensors."""
         self._storage = self.placeholder  # identity of that in which the parameters are
         self._gathering: PendingCollective | None = None
         self._incoming: Transfer | None = None
@@ -202,16 +207,12 @@ class WeightChunk:
         kept = self.local_shard if self.is_sharded else self.full_weight
         return self.types.resting_bytes(kept.numel())
 
-    def adopt(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        initial: Values | None,
-        changes: OwnChanges | None = None,
-    ) -> None:
+    def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Values | None) -> None:
         """Make each entry's parameter a view of `full_weight`, with its initial value; None: values are loaded
-        later. `changes`: those of all parameters of a model; None: no other chunk has views of the same tensors."""
-        self._changes = OwnChanges(parameters.values()) if changes is None else changes
+        later."""
         self._parameters = [parameters[entry.name] for entry in self.spec.entries]
+        if not self.changes.has(self._parameters):
+            self.changes = OwnChanges(self._parameters)
         self._placeholders = [self._nowhere.expand(p.shape) for p in self._parameters]
         starts = (entry.start for entry in self.spec.entries)
         self._views = [(p.shape, _strides(p.shape), s) for p, s in zip(self._parameters, starts, strict=True)]
@@ -255,11 +256,11 @@ class WeightChunk:
         """Count a change of weights, of this rank's shard or not, so that views saved before it raise. Autograd does
         not see changes of views that parameters were given as their `data`."""
         self.version += 1
-        self._changes.count(self._parameters)
+        self.changes.count(self._parameters)
 
     def note_versions(self) -> None:
         """All weights were set: what changed them before does not matter."""
-        self._changes.note(self._parameters)
+        self.changes.note(self._parameters)
 
     def regain_parameters(self) -> None:
         """All weights were set: parameters are views of them again, whatever others have done with them."""
@@ -289,7 +290,7 @@ class WeightChunk:
         if self.takes_changes and self.weights is WeightState.WHOLE:
             return None
         each = zip(self.spec.entries, self._parameters, strict=True)
-        return next((entry.name for entry, parameter in each if self._changes.others(parameter)), None)
+        return next((entry.name for entry, parameter in each if self.changes.others(parameter)), None)
 
     def defer(self) -> None:
         """Hide the weights until their deferred update."""

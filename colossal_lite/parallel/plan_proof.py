@@ -308,7 +308,8 @@ def across_at(mesh: Mesh, mode: str, criterion: ModelLoss | None, small: SmallCo
 
 @dataclass(frozen=True)
 class FirstBatch:
-    """Compares a model's first batch with its halves, where the model does not run on random words."""
+    """Compares batches of a model with their halves: the first one, where it does not run on random words. Later ones
+    too, where it reads values of tensors."""
 
     model: PerSample | None
     """Of a copy, float64 on the CPU; None if nothing is compared."""

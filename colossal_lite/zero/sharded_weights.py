@@ -10,8 +10,8 @@ plan has dropped is an error, never an old value.
 The first micro-batch has no plan.  At each new unit the ranks exchange which weights they want and how many gradients
 are complete.  They reduce the gradients that are complete on any rank, and gather what comes first in the order of the
 model.  Ranks that want other weights wait for their turn.  So where ranks leave out other modules, such as experts, the
-record has all of them in one order.  That record is the trace.  The arena is allocated when the
-trace ends; nothing is allocated after that.
+record has all of them in one order.  That record is the trace.  The arena is allocated when the trace ends; nothing is
+allocated after that.
 
 Slots and saved views are in zero/weight_slots.py.  Code that backward runs again saves real views.  So the units that a
 recomputed block reads are requested at once, and held until backward leaves the block.  Code of the user that one node
