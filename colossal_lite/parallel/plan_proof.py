@@ -51,11 +51,11 @@ from colossal_lite.parallel.swap_proof import (
     check_finite,
     difference_of_parts,
     prove,
-    reads_values,
     sum_of_squares,
     truth_of,
     with_labels,
 )
+from colossal_lite.parallel.value_branches import at_branches, reads_values
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
 T = TypeVar("T")
@@ -349,6 +349,10 @@ class FirstBatch:
             ranks = max(2, FEW_SAMPLES // size)
             with suppress(NotRunError):
                 self._check_parts(_with_more_rows(args, kwargs, samples, size, ranks), ranks)
+        if is_first and size > 1:
+            for near, _ in at_branches(self.model, [few]):
+                with suppress(NotRunError):
+                    replace(self, model=near)._check_parts(few, 2, f"a copy {OTHER_WEIGHTS}")
         return bool(self.cuts) and (not is_first or reads_values(self.model, few))
 
     def check_numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: int) -> None:
@@ -371,7 +375,7 @@ class FirstBatch:
                     f"a mean; .detach() of a mere log"
                 )
 
-    def _check_parts(self, batch: Batch, number: int) -> None:
+    def _check_parts(self, batch: Batch, number: int, where: str = "a copy") -> None:
         assert self.model is not None
         parts, model, kind = batch.cut(number), self.model, type(self.model.inner).__name__
         if not self.cuts or not difference_of_parts(model, batch, parts, sum_of_squares, SEED):
@@ -379,7 +383,7 @@ class FirstBatch:
         if difference_of_parts(model, batch, parts, sum_of_squares):
             model = PerSample(model.inner, fixed_outputs(model.inner, batch, parts[0]))
             if found := difference_of_parts(model, batch, parts, sum_of_squares):
-                _refuse_mixing(kind, "a copy", found.removeprefix("inner."), self.cuts)
+                _refuse_mixing(kind, where, found.removeprefix("inner."), self.cuts)
         if found := difference_of_parts(model, batch, parts, sum_of_squares, SEED):
             raise ValueError(_not_linear(kind, found.removeprefix("inner.")))
 
@@ -416,6 +420,9 @@ def _with_more_rows(
 
 
 FEW_SAMPLES = 4
+OTHER_WEIGHTS = "with other weights, where it takes another branch"
+PAIRS = 4
+"""Batches of two samples in which branches are looked for."""
 MOST_DRAWS, MOST_BATCHES = 8, 4
 """Draws of words, and first batches, with which a model is looked at that reads values of tensors. In each it may take
 other branches."""
@@ -482,6 +489,8 @@ def check_samples_apart(
             mixed = difference_of_parts(small.model, batch, parts) if found and cuts else ""
             if found:
                 break
+        if cuts and not found and (mixed := _mixed_at_branches(small)):
+            _refuse_mixing(type(model).__name__, f"a small copy {OTHER_WEIGHTS}", mixed, cuts)
         if repeats and not mixed:
             repeats.check(small.model, batch.cut(2), "a small copy")
         return found, mixed, reads
@@ -502,6 +511,17 @@ def check_samples_apart(
     if cuts:
         raise ValueError(refusal)
     return FirstBatch(None, (), refusal=refusal)
+
+
+def _mixed_at_branches(small: SmallCopy) -> str:
+    """What differs between a batch and its halves, with weights at which the copy takes another branch; or ""."""
+    # Halves of two samples have fewer words in common than those of more.
+    pairs = [words(2, small.tokens or TOKENS, small.words, (), seed) for seed in range(PAIRS)]
+    for near, pair in at_branches(small.model, pairs):
+        with suppress(NotRunError):
+            if found := difference_of_parts(near, pair, pair.cut(2)):
+                return found
+    return ""
 
 
 def _draws(small: SmallCopy, *, more: bool) -> Iterator[Batch]:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CellType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from colossal_lite.parallel.narrowing import Narrowing
 from colossal_lite.transforms.activation_checkpoint import blocks_of
 from colossal_lite.transforms.module_modes import hold_evaluation
 
+Model = TypeVar("Model", bound=nn.Module)
 ROWS = 37
 """Words of the copy: few, and a number that few numbers of ranks divide, so that padding is in it."""
 POSITIONS, TOKENS = 64, 8
@@ -141,10 +142,10 @@ def frozen_heap() -> Iterator[None]:
         gc.set_threshold(*thresholds)
 
 
-def deep_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def deep_copy(model: Model, memo: dict[int, Any] | None = None) -> Model:
     """A copy, in which functions that a module keeps refer to the modules of the copy."""
     memo = {} if memo is None else memo
-    made: nn.Module = _copied_by_parts(model, memo)
+    made: Model = _copied_by_parts(model, memo)
     for module in made.modules():
         for name, value in list(vars(module).items()):
             module.__dict__[name] = _rebound(value, memo)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.emulated_ranks import EmulatedWorld, EndedError, run_emulated
@@ -31,7 +30,6 @@ from colossal_lite.layers.layer_swap import cut_values, fill_placeholders
 from colossal_lite.layers.tensor_modes import ModeResult, TensorStrategy
 from colossal_lite.numerics.generators import drawn_between, generators_kept, states
 from colossal_lite.numerics.proof_modes import TOLERANCE, Plainly
-from colossal_lite.numerics.torch_modes import DispatchMode, uncompiled
 from colossal_lite.parallel.loss import logits_of
 from colossal_lite.parallel.model_loss import ModelLoss
 from colossal_lite.parallel.small_copy import deep_copy
@@ -294,55 +292,6 @@ def difference_of_parts(
         if not math.isfinite(truth.loss) or drawn_between(before, states()):
             raise NotRunError(f"its loss is {truth.loss}, or it draws random numbers")
     return difference_of_runs(truth, found)
-
-
-class _ValuesRead(DispatchMode):
-    """Counts the values that code reads of tensors, as `float(x.mean())` and `if x.any()` do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: int = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += int(func in VALUES_READ or func in INDEXED and _has_mask(args[1]))
-        return func(*args, **(kwargs or {}))
-
-
-aten = torch.ops.aten
-VALUES_READ = frozenset(
-    {
-        aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default,
-        aten._unique2.default, aten.unique_consecutive.default, aten.unique_dim.default,
-    }
-)  # fmt: skip
-"""Operations whose result, or its shape, code may read."""
-INDEXED = frozenset({aten.index.Tensor})
-"""Those too, by a mask."""
-
-
-def _has_mask(places: Sequence[Any]) -> bool:
-    return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in places)
-
-
-class _ListsRead(TorchFunctionMode):
-    """Counts tensors that code makes lists or arrays of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: int = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += int(getattr(func, "__name__", "") in ("tolist", "numpy", "__array__"))
-        return func(*args, **(kwargs or {}))
-
-
-def reads_values(model: nn.Module, batch: Batch) -> bool:
-    """Whether a forward of this batch in training reads values of tensors. Then another batch may take other
-    branches."""
-    values, lists = _ValuesRead(), _ListsRead()
-    with generators_kept(), uncompiled(), torch.no_grad(), suppress(Exception), lists, values:
-        deep_copy(model).train()(*batch.args, **batch.kwargs)
-    return values.count + lists.count > 0
 
 
 def runs_in_turn(

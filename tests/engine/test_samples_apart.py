@@ -144,6 +144,16 @@ READS: dict[str, Callable[[Tensor], float]] = {
 """How code reads a value that is positive in half of all batches."""
 
 
+LIMITS: dict[str, Callable[[Tensor], Any]] = {
+    "any": lambda x: (x > 2.5).any(),
+    "deviation": lambda x: x.std() > 1,
+    "largest": lambda x: float(x.amax()) > 3,
+    "norm": lambda x: x.norm() ** 2 > x.numel(),
+    "rounded": lambda x: (4 * x.mean()).round() > 0,
+}
+"""Conditions on a value that most first batches and their halves meet alike, and later ones may not."""
+
+
 class Branched(nn.Module):
     """Takes a branch by the mean of a batch, or of each sample. Its first values decide which batches show it."""
 
@@ -200,3 +210,46 @@ def test_a_branch_by_the_mean_of_a_batch_is_seen_though_one_batch_may_not_show_i
 @pytest.mark.parametrize("takes_ids", [True, False])
 def test_a_branch_by_the_mean_of_each_sample_trains(takes_ids: bool, read: str) -> None:
     assert run_world(branched, 1, takes_ids, False, 0, read) == [""]
+
+
+class Limited(nn.Module):
+    """Takes one of two layers by a condition on a batch, or on each sample: in a branch, or by torch.where."""
+
+    def __init__(self, limit: str, of_batch: bool, in_code: bool, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.limit, self.of_batch, self.in_code = limit, of_batch, in_code
+        self.words = nn.Embedding(V, D)
+        self.one, self.other, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, V)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        made = [self.chosen(part) for part in ([x] if self.of_batch else x.split(1))]
+        logits: Tensor = self.head((torch.cat(made) + x).relu())
+        return logits
+
+    def chosen(self, x: Tensor) -> Tensor:
+        is_met = LIMITS[self.limit](x.detach())
+        if self.in_code:
+            return self.one(x) if is_met else self.other(x)
+        return torch.where(torch.as_tensor(is_met), self.one(x), self.other(x))
+
+
+def limited(env: RankEnv, limit: str, of_batch: bool, in_code: bool, seed: int) -> str:
+    """What initialize refuses, or ""."""
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), gradient_accumulation=2)
+    with env.launch(config) as context:
+        try:
+            cl.initialize(Limited(limit, of_batch, in_code, seed).double(), context=context)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("in_code", [True, False])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_branch_that_no_first_batch_shows_is_found_with_other_weights(limit: str, in_code: bool) -> None:
+    for seed in range(3):
+        (told,) = run_world(limited, 1, limit, True, in_code, seed)
+        assert "samples of Limited see each other" in told
+        assert run_world(limited, 1, limit, False, in_code, seed) == [""], "each sample by itself"
