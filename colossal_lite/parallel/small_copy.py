@@ -42,8 +42,9 @@ LIMIT_BYTES = 256 << 20
 KEPT_ALIKE = 2
 NO_FULL_LOOK = 1 << 30
 """Looks at newer objects before Python looks at all."""
-SHARED_NUMEL = 1 << 18
-"""Buffers above this size are not copied: tables that forwards read."""
+LARGE_NUMEL = 1 << 22
+"""Buffers above this size keep their dtype, as float64 may take twice the memory. They too are copied, as forwards may
+write to them."""
 
 
 @dataclass(frozen=True)
@@ -158,23 +159,22 @@ def numbers_of(module: nn.Module) -> dict[str, int | float]:
 
 
 def set_back(model: nn.Module) -> Callable[[], None]:
-    """A function that gives buffers, numbers and frozen parameters of `model` the values that they have now."""
-    buffers = [
-        (module._buffers, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    values = [None if buffer is None else buffer.clone() for _, _, buffer in buffers]
+    """A function that gives buffers, numbers and frozen parameters of `model` the values that they have now. Those that
+    share memory share it again."""
+    buffers = [(m._buffers, name, buffer) for m in model.modules() for name, buffer in m._buffers.items()]
     numbers = [(module, numbers_of(module)) for module in model.modules()]
-    frozen = [(p, p.detach().clone()) for p in model.parameters() if not p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    tensors: dict[int, Tensor] = {id(t): t for t in (*frozen, *(b for *_, b in buffers)) if t is not None}
+    values = copy.deepcopy({key: tensor.detach() for key, tensor in tensors.items()})
 
     def run() -> None:
-        for (owner, name, _), value in zip(buffers, values, strict=True):
-            owner[name] = None if value is None else value.clone()
+        again = copy.deepcopy(values)  # with one memory for tensors that share it
+        for owner, name, buffer in buffers:
+            owner[name] = None if buffer is None else again[id(buffer)]
         for module, kept in numbers:
             module.__dict__.update(kept)
-        for parameter, value in frozen:
-            parameter.data = value.clone()
+        for parameter in frozen:
+            parameter.data = again[id(parameter)]
 
     return run
 
@@ -456,7 +456,7 @@ def _drawn(name: str, shape: tuple[int, ...], own: Tensor, generator: torch.Gene
 
 
 def _copied(buffer: Tensor) -> Tensor:
-    if buffer.numel() > SHARED_NUMEL and not buffer.is_cuda:
-        return buffer
+    if buffer.numel() > LARGE_NUMEL and not buffer.is_cuda:
+        return copy.deepcopy(buffer.detach())
     dtype = torch.float64 if buffer.is_floating_point() else buffer.dtype
     return torch.empty(buffer.shape, dtype=dtype, device="cpu").copy_(buffer)

@@ -128,3 +128,37 @@ def a_picture_step(env: RankEnv) -> str:
 def test_a_model_of_other_inputs_is_refused_with_its_first_batch() -> None:
     (told,) = run_world(a_picture_step, 1)
     assert "reads what an earlier one has kept" in told
+
+
+class Scratch(nn.Module):
+    """A block that writes to a buffer, or reads it and clears it."""
+
+    def __init__(self, note: Tensor, *, writes: bool) -> None:
+        super().__init__()
+        self.writes, self.inner = writes, nn.Linear(D, D)
+        self.register_buffer("note", note)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + torch.tanh(self.inner(x)) * (1 + self.note)
+        with torch.no_grad():
+            self.note.copy_(self.inner.weight.norm() if self.writes else torch.zeros(()))
+        return y
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_modules_that_share_a_buffer_share_it_in_each_part_of_a_batch(world: int) -> None:
+    truth = plain_run(of_scratch(), batches(V, STEPS), 0.5)
+    for losses in run_world(losses_of_scratch, world):
+        assert losses == pytest.approx(truth.losses, rel=1e-10)
+
+
+def of_scratch() -> nn.Module:
+    torch.manual_seed(0)
+    note = torch.zeros((), dtype=torch.float64)
+    return OfBlocks(V, D, [Scratch(note, writes=True), Scratch(note, writes=False)]).double()
+
+
+def losses_of_scratch(env: RankEnv) -> list[float]:
+    with env.launch(SGD | CUTS["gradient_accumulation=2"]) as context:
+        engine = cl.initialize(of_scratch(), context=context)
+        return [float(engine.train_step(context.local_batch(batch)).loss) for batch in batches(V, STEPS)]

@@ -26,7 +26,14 @@ from colossal_lite.parallel.auto_plan import auto_plan
 from colossal_lite.parallel.first_swap import FirstSwap
 from colossal_lite.parallel.narrowing import narrowing
 from colossal_lite.parallel.parallelize import parallelize
-from colossal_lite.parallel.small_copy import LIMIT_BYTES, NoCopyError, deep_copy, small_copy
+from colossal_lite.parallel.small_copy import (
+    LARGE_NUMEL,
+    LIMIT_BYTES,
+    NoCopyError,
+    deep_copy,
+    set_back,
+    small_copy,
+)
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from tests.shared import hugging_face
 from tests.shared.own_models import HEADS, MODELS, TOKENS, WIDTH, WORDS, Model, plan_of
@@ -290,6 +297,42 @@ def test_what_data_parallelism_does_not_swap_it_carries(name: str) -> None:
 def roles_of(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Role]:
     owners = [n for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
     return assign_roles(plan, [n for n, _ in model.named_modules() if n], owners)
+
+
+class Banked(nn.Module):
+    """Its forward writes to a large table."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.register_buffer("bank", torch.zeros(numel, dtype=torch.int8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.get_buffer("bank").add_(1)
+        logits: Tensor = self.head(self.table(ids))
+        return logits
+
+
+def test_a_proof_does_not_write_to_the_models_buffers_however_large_they_are() -> None:
+    model = Banked(LARGE_NUMEL + 1)
+    small = small_copy(model, {})
+    small.model(torch.zeros(1, 4, dtype=torch.long))
+    assert not model.get_buffer("bank").any()
+    assert small.model.get_buffer("bank").dtype == torch.int8
+
+
+def test_what_a_copy_shares_it_shares_again_when_it_is_set_back() -> None:
+    model, row = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.zeros(3)
+    for part, table in zip(model, (row, row), strict=True):
+        part.register_buffer("row", table)
+    model[0].register_buffer("first", row[:1])
+    back = set_back(model)
+    model[0].get_buffer("row").fill_(1)
+    back()
+    assert model[0].get_buffer("row") is model[1].get_buffer("row")
+    assert not model[1].get_buffer("row").any()
+    model[1].get_buffer("row").fill_(2)
+    assert model[0].get_buffer("first") == 2
 
 
 @pytest.mark.parametrize("name", ["plain", "pairs of tokens"])
