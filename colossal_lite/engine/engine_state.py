@@ -259,7 +259,8 @@ class EngineState:
                     f"{what}: {name} was changed in place by other code than the engine (an optimizer of its own, "
                     f"max_norm, p.data = ..., or a hand). The change would be lost, as the value that is updated is "
                     f"elsewhere ({where}); legal: engine.step, initialize(optimizer=...), or "
-                    f"engine.load_full_state_dict"
+                    f"engine.load_full_state_dict. Of parts of one tensor also: nn.Parameter(part.clone()) for each, "
+                    f"as torch counts their changes together"
                 )
 
     def refuse_mixed(self, what: str) -> None:

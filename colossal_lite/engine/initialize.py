@@ -687,7 +687,7 @@ def _build_chunks(
         lambda spec: stages.is_first_holder(spec.key.stages), records, ops,
     )  # fmt: skip
     frozen = build_frozen(mine, config, context.mesh, device, records)
-    changes = OwnChanges(named.values())
+    changes = OwnChanges(named)
     for chunk in (*chunks, *frozen):
         left = records.kept is not None and chunk.spec.key.trains
         chunk.changes = changes

@@ -12,7 +12,7 @@ memory/chunk.py adds what training needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache, partial
@@ -42,8 +42,9 @@ class OwnChanges:
     Parameters that are views of one tensor, such as the parts of `w.chunk(3)`, have one version in torch. It counts the
     changes of all of them, in whatever chunks they are."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        every = list(dict.fromkeys(parameters))
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._names = {parameter: name for name, parameter in reversed(parameters.items())}
+        every = list(dict.fromkeys(parameters.values()))
         before = [p._version for p in every]
         increment_version(every)
         apart = [p._version - version == 1 for p, version in zip(every, before, strict=True)]
@@ -71,9 +72,13 @@ class OwnChanges:
         for parameter in parameters:
             self._of[parameter][0] = parameter._version
 
-    def others(self, parameter: nn.Parameter) -> bool:
-        """Whether others have changed it in place."""
-        return parameter._version != self._of[parameter][0]
+    def others(self, parameter: nn.Parameter) -> str | None:
+        """What others have changed in place, if it may be this one: its name, or those of all parts of one tensor."""
+        version = self._of[parameter]
+        if parameter._version == version[0]:
+            return None
+        parts = [self._names[part] for part, of in self._of.items() if of is version]
+        return parts[0] if len(parts) == 1 else f"one of {', '.join(parts)}, which are parts of one tensor,"
 
 
 class WeightState(StrEnum):
@@ -169,7 +174,7 @@ class WeightChunk:
         self.weights = WeightState.SHARDED if self.is_sharded else WeightState.WHOLE
         self.version = 0
         """How often the weights have changed."""
-        self.changes = OwnChanges(())
+        self.changes = OwnChanges({})
         """Of all parameters of a model, if given before `adopt`. Else no other chunk has views of the same tensors."""
         self._storage = self.placeholder  # identity of that in which the parameters are
         self._gathering: PendingCollective | None = None
@@ -212,7 +217,7 @@ class WeightChunk:
         later."""
         self._parameters = [parameters[entry.name] for entry in self.spec.entries]
         if not self.changes.has(self._parameters):
-            self.changes = OwnChanges(self._parameters)
+            self.changes = OwnChanges({entry.name: parameters[entry.name] for entry in self.spec.entries})
         self._placeholders = [self._nowhere.expand(p.shape) for p in self._parameters]
         starts = (entry.start for entry in self.spec.entries)
         self._views = [(p.shape, _strides(p.shape), s) for p, s in zip(self._parameters, starts, strict=True)]
@@ -289,8 +294,7 @@ class WeightChunk:
             return name
         if self.takes_changes and self.weights is WeightState.WHOLE:
             return None
-        each = zip(self.spec.entries, self._parameters, strict=True)
-        return next((entry.name for entry, parameter in each if self.changes.others(parameter)), None)
+        return next(filter(None, map(self.changes.others, self._parameters)), None)
 
     def defer(self) -> None:
         """Hide the weights until their deferred update."""
