@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,10 +13,12 @@ from pathlib import Path
 class CalibrateCommand:
     """Measure the rates of this machine, for `memory.rates` and for `plan`, in at most 10 seconds.
 
-    One process measures alone: ranks that share a host get less of its cores and memory."""
+    One process measures alone: ranks that share a host get less of its cores and memory. The rates count for
+    its number of threads. torchrun gives each of several ranks one (OMP_NUM_THREADS=1)."""
 
     file: Path | None = None
-    """Where to keep them; left out, where `memory.update_on='auto'` looks for those of this machine."""
+    """Where to keep them; left out, where `memory.update_on='auto'` looks for those of this machine, in XDG_CACHE_HOME
+    or ~/.cache."""
     disk_dir: Path | None = None
     """Measure the disk of this folder too, with 64 MiB that are gone afterwards."""
 
@@ -22,28 +26,32 @@ class CalibrateCommand:
         import torch
 
         from colossal_lite import kernels
-        from colossal_lite.config.rates_file import RatesFile, default_file, write_rates
+        from colossal_lite.config.rates_file import (
+            RatesFile,
+            cache_folder,
+            check_place,
+            default_file,
+            write_rates,
+        )
         from colossal_lite.zero.calibration import machine_name, measure
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         started_s = time.perf_counter()
         machine = machine_name(device)
         try:
-            path = self.file or default_file(machine, Path.home() / ".cache")
+            path = self.file or default_file(machine, cache_folder())
         except RuntimeError as error:
             raise ValueError(
                 "--file: not given, and this user has no home folder; legal: --file PATH, a file in a folder of yours"
             ) from error
+        with _naming(path):
+            check_place(path)
         found = measure(device, kernels.select("auto", device.type), self.disk_dir)
         flops = block_flops(device)
         rates = found.rates.model_copy(update={"flops": flops})
         measured = {name: value for name, value in asdict(found).items() if value is not None}
-        try:
+        with _naming(path):
             write_rates(path, RatesFile(machine, time.strftime("%Y-%m-%d"), rates), measured)
-        except OSError as error:
-            raise ValueError(
-                f"--file {path}: cannot be written: {error.strerror}; legal: a file in a folder of yours"
-            ) from error
         print(f"{machine}, measured in {time.perf_counter() - started_s:.1f} s")
         for what, figure, unit in rows(measured | {"flops": flops}):
             print(f"  {what:<48} {figure:>10,.2f} {unit}")
@@ -52,7 +60,23 @@ class CalibrateCommand:
         if self.disk_dir is None:
             print("the disk was not measured; --disk-dir FOLDER does")
         print(f'{path}: written; memory.rates="{path}" uses it')
+        if (threads := torch.get_num_threads()) > 1 and self.file is None:
+            print(
+                f"without memory.rates, processes of {threads} threads find it. torchrun gives each of several ranks "
+                f"one thread: OMP_NUM_THREADS=1 colossal-lite calibrate"
+            )
         return 0
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Context of writing the file. Raises ValueError, which names it, if that cannot be done."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"--file {path}: cannot be written: {error.strerror}; legal: a file in a folder of yours"
+        ) from error
 
 
 def rows(measured: dict[str, float]) -> list[tuple[str, float, str]]:

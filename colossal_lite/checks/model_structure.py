@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from colossal_lite.distributed.mesh import Mesh
@@ -220,11 +221,17 @@ def check_extra_state(module: nn.Module) -> None:
 
 def check_storages(module: nn.Module) -> None:
     """Raises ValueError where a parameter shares memory with another one, with a buffer or with another tensor of a
-    module. Each parameter gets memory of its own, so the others would no longer follow it."""
+    module. Each parameter gets memory of its own, so the others would no longer follow it. The weight that a hook of
+    `torch.nn.utils.spectral_norm` sets in each forward may share it until then."""
     extents: dict[int, list[tuple[int, int, str, bool]]] = {}
     seen: set[int] = set()
     for path, owner in module.named_modules():
-        own: dict[str, Any] = {k: v for k, v in vars(owner).items() if isinstance(v, Tensor)}
+        set_again = {
+            hook.name for hook in owner._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)
+        }
+        own: dict[str, Any] = {
+            k: v for k, v in vars(owner).items() if isinstance(v, Tensor) and k not in set_again
+        }
         for key, tensor in (own | dict(owner._buffers) | dict(owner._parameters)).items():
             if (
                 tensor is None

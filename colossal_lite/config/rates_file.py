@@ -1,15 +1,17 @@
 """Reads and writes the file in which `colossal-lite calibrate` keeps the rates of a machine.
 
 Note: JSON, `{"machine": ..., "made": ..., "rates": {...}, "measured": {...}}`.  `rates` are settings of `memory.rates`;
-`measured` is for people.  A machine is its processor, cores and device, so machines of one kind share a file.
+`measured` is for people.  A machine is its processor, threads and device, so machines of one kind share a file.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +37,16 @@ def default_file(machine: str, cache: Path) -> Path:
     return cache / "colossal_lite" / f"rates-{re.sub(r'[^A-Za-z0-9.]+', '-', machine).strip('-')}.json"
 
 
+def cache_folder() -> Path:
+    """The user's folder of caches. Raises RuntimeError for a user without a home."""
+    stated = Path(os.path.expandvars("$XDG_CACHE_HOME"))
+    return stated if stated.is_absolute() else Path.home() / ".cache"  # its standard ignores relative ones
+
+
 def kept_file(machine: str) -> Path | None:
     """Where `calibrate` has kept the rates of a machine, for this user. None: nowhere that this user can see."""
     try:
-        path = default_file(machine, Path.home() / ".cache")
+        path = default_file(machine, cache_folder())
         return path if path.is_file() else None
     except (RuntimeError, OSError):  # a user without a home, or with that of another user
         return None
@@ -66,13 +74,23 @@ def read_rates(path: Path) -> RatesFile:
     return found
 
 
+def check_place(path: Path) -> None:
+    """Make the folder of a file that `write_rates` is to write. Raises OSError if it cannot write there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.is_file() or not path.exists():
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            return
+
+
 def write_rates(path: Path, found: RatesFile, measured: Mapping[str, Any]) -> None:
     """Write a file that `read_rates` reads; `measured`: further figures, for people."""
     content = {
         "machine": found.machine, "made": found.made,
         "rates": found.rates.model_dump(exclude_none=True), "measured": dict(measured),
     }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_place(path)
     text = json.dumps(content, indent=2) + "\n"
     if path.is_file() or not path.exists():
         writer = f".{platform.node()}.{os.getpid()}"  # ranks and hosts may calibrate at once

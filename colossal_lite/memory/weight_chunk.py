@@ -43,8 +43,8 @@ class OwnChanges:
     changes of all of them, in whatever chunks they are."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._names = {parameter: name for name, parameter in reversed(parameters.items())}
-        every = list(dict.fromkeys(parameters.values()))
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        every = list(self._names)
         before = [p._version for p in every]
         increment_version(every)
         apart = [p._version - version == 1 for p, version in zip(every, before, strict=True)]
@@ -73,7 +73,7 @@ class OwnChanges:
             self._of[parameter][0] = parameter._version
 
     def others(self, parameter: nn.Parameter) -> str | None:
-        """What others have changed in place, if it may be this one: its name, or those of all parts of one tensor."""
+        """The name of this one, if others may have changed it in place, or those of all parts of its tensor."""
         version = self._of[parameter]
         if parameter._version == version[0]:
             return None

@@ -196,7 +196,8 @@ class UpdateChoice:
             self._flops = kept.flops
             return kept
         self.notices.append(
-            "memory.rates: not given; measured now, as `colossal-lite calibrate` would keep them"
+            f"memory.rates: not given; measured now, as `OMP_NUM_THREADS={torch.get_num_threads()} colossal-lite "
+            f"calibrate` would keep them"
         )
         return measure(self._device, self._ops).rates
 

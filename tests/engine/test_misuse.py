@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import colossal_lite as cl
 from colossal_lite.layers.tensor_1d_layers import TablePart
+from tests.shared.plain_loop import batches, plain_run
 from tests.shared.pool import RankEnv, run_world
 from tests.shared.refusals import told_of
 
@@ -504,6 +505,25 @@ def test_parameters_in_memory_of_their_own_or_tied_are_not_refused(how: str) -> 
     with cl.launch(SGD, rank=0, world_size=1) as context:
         engine = cl.initialize(OneMemory(how), context=context)
         assert float(engine.train_step(batch()).loss) > float(engine.train_step(batch()).loss)
+
+
+def with_old_spectral_norm() -> nn.Module:
+    torch.manual_seed(0)
+    model = OneMemory("").double()
+    nn.utils.spectral_norm(model.head)
+    return model
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_weight_that_an_old_spectral_norm_sets_in_each_forward_may_share_memory_until_then(
+    stage: int,
+) -> None:
+    given = batches(8, 3)
+    truth = plain_run(with_old_spectral_norm(), given, 0.1)
+    with cl.launch(SGD | dict(zero=dict(stage=stage)), rank=0, world_size=1) as context:
+        engine = cl.initialize(with_old_spectral_norm(), context=context)
+        losses = [float(engine.train_step(each).loss) for each in given]
+    assert losses == pytest.approx(truth.losses, rel=1e-12)
 
 
 class Replaces(torch.optim.SGD):

@@ -67,6 +67,8 @@ def test_a_write_of_others_in_a_part_is_refused_beside_masters() -> None:
 
 
 def test_a_write_in_a_frozen_part_names_all_parts_and_a_clone_takes_it() -> None:
-    with pytest.raises(WorldError, match="one of q, k, v, which are parts of one tensor, was changed in place"):
+    with pytest.raises(
+        WorldError, match="one of q, k, v, which are parts of one tensor, was changed in place"
+    ):
         run_world(_train, 1, dict(stage=0), 128, "bf16", "v")
     assert len(run_world(_train, 1, dict(stage=0), 128, "bf16", "v", True)[0]) == STEPS
