@@ -25,7 +25,6 @@ import difflib
 import sys
 import threading
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -70,7 +69,7 @@ from colossal_lite.checkpoint.writer import LineOfDescent, SaveJob
 from colossal_lite.config.renamed import renamed
 from colossal_lite.distributed.key_value_store import KeyValueStore
 from colossal_lite.memory.transfers import to_host
-from colossal_lite.observe.printed_lines import tell
+from colossal_lite.observe.printed_lines import tell, warn
 from colossal_lite.sharding.mesh_layout import MeshLayout
 
 SLICE_BYTES = 16 * 2**20
@@ -238,7 +237,7 @@ class Checkpointer:
             try:
                 last.wait()
             except CheckpointError as error:
-                warnings.warn(f"checkpoint not saved: {error}", stacklevel=3)
+                warn(f"checkpoint not saved: {error}")
         if last.failure is None:
             self.failures, self.last_saved = 0, (last.step, last.wait())
         else:
@@ -266,12 +265,13 @@ class Checkpointer:
         *,
         model: Mapping[str, Any] | None = None,
         missing_ok: bool = False,
+        step: int = 0,
     ) -> Loaded | None:
         """Fill `held` from the newest whole checkpoint in `directory`, or from `directory` if it is one. Collective.
 
-        None if there is none at all and `missing_ok`. Raises CheckpointError if none is whole. Raises it too if the
-        whole one does not fit; then nothing has changed.  After a LateError on this rank every later load raises it
-        again: start another process.
+        None if there is none at all and `missing_ok`; the run begins at its `step`. Raises CheckpointError if none is
+        whole. Raises it too if the whole one does not fit; then nothing has changed.  After a LateError on this rank
+        every later load raises it again: start another process.
         """
         if self._late is not None:
             raise self._late
@@ -294,7 +294,7 @@ class Checkpointer:
             if choice["name"] is None:
                 if missing_ok and not skipped:
                     if self._rank == 0:
-                        tell(_starts_at_0(directory))
+                        tell(_starts_at(step, directory))
                     return None
                 legal = "legal: a folder of engine.save; engine.load_full_state_dict takes a state dict"
                 raise CheckpointError(
@@ -398,7 +398,7 @@ class Checkpointer:
         assert manifest is not None
         old = renamed(manifest.config)[1]
         if old and self._rank == 0:
-            warnings.warn(f"{path} has settings by older names: {', '.join(old)}", stacklevel=2)
+            warn(f"{path} has settings by older names: {', '.join(old)}")
         return manifest, _changes(manifest, config, model)
 
     def _held_of_stage(self, parts: Sequence[TensorSlice], manifest: Manifest | None) -> list[int]:
@@ -448,13 +448,13 @@ def _changes(
     return (*model_changes(manifest.model, model), *changes(renamed(manifest.config)[0], config))
 
 
-def _starts_at_0(directory: Path) -> str:
+def _starts_at(step: int, directory: Path) -> str:
     """The notice of a run that found no checkpoint. It names a similar folder, in case of a typing error."""
     around = directory.parent.iterdir() if directory.parent.is_dir() else ()
     names = [path.name for path in around if path.is_dir() and path != directory]
     near = difflib.get_close_matches(directory.name, names, n=1)
     beside = f"; beside it is {directory.parent / near[0]}" if near else ""
-    return f"no checkpoint in {directory} yet: begins at step 0{beside}"
+    return f"no checkpoint in {directory} yet: begins at step {step}{beside}"
 
 
 def _by_kind(faults: Sequence[str]) -> list[str]:

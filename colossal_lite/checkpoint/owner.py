@@ -21,7 +21,6 @@ import socket
 import stat
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from colossal_lite.config.whole_file import write_whole
+from colossal_lite.observe.printed_lines import warn
 
 OWNER = "owner.json"
 BEAT_S = 5.0
@@ -103,7 +103,7 @@ class FolderClaims:
                 return f"{directory} belongs to {_read(path) or found}, which is running"
             if (heir := _take_over(path, found, mine)) is not None:
                 mine = heir
-                warnings.warn(f"{directory} belonged to {found}, which has ended: taken over", stacklevel=2)
+                warn(f"{directory} belonged to {found}, which has ended: taken over")
                 break
         found = _read(path)
         if found is None or (found.pid, found.started) != (mine.pid, mine.started):

@@ -7,7 +7,6 @@ hundred.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.numerics.torch_modes import storage_of
+from colossal_lite.observe.printed_lines import warn
 from colossal_lite.transforms.compiled_units import SET_BY_COMPILING, compiled_units, is_compiled
 from colossal_lite.transforms.module_modes import is_set_by_hand, modes_of
 
@@ -86,10 +86,9 @@ class ModelStructure:
             self._speaks = False
             rest = [name for name, module in self._modules.items() if not module.training]
             more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
-            warnings.warn(
+            warn(
                 f"train_step: {', '.join(rest[:3])}{more} stay in eval(), as set while the model trains. If all shall "
-                f"train: engine.model.train()",
-                stacklevel=2,
+                f"train: engine.model.train()"
             )
 
 

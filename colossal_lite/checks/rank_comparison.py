@@ -11,7 +11,6 @@ each time that it is written to.
 from __future__ import annotations
 
 import struct
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from colossal_lite.data.fingerprint import BITS, fingerprint
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.memory.transfers import sent, to_device
 from colossal_lite.numerics.precision import DTYPES
+from colossal_lite.observe.printed_lines import warn
 from colossal_lite.sharding.mesh_layout import AXES
 
 REPLICA = ("pipeline", "sequence", "tensor")
@@ -311,7 +311,7 @@ class RankComparison:
         if words := _means_apart(told):
             self._has_warned = True
             if self.mesh.coord(*AXES) == 0:
-                warnings.warn(words, stacklevel=2)
+                warn(words)
         return apart - float(sum(row["read_term"] + row["means_term"] for row in told))
 
     @contextmanager

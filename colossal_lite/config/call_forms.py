@@ -33,6 +33,14 @@ def with_form(name: str, form: str) -> Callable[[Callable[Given, Found]], Callab
     return decorate
 
 
+def with_fields(kind: type[Found]) -> type[Found]:
+    """As `with_form`, of a call that makes an object of a dataclass. The legal form has the names of its fields."""
+    names = [name for name in inspect.signature(kind).parameters]
+    form = f"{kind.__name__}(...), with {', '.join(names)}"
+    setattr(kind, "__init__", with_form(kind.__name__, form)(getattr(kind, "__init__")))  # noqa: B009, B010
+    return kind
+
+
 def _fault(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Why the arguments do not fit, with the nearest name that the call has; "" if they fit."""
     signature = inspect.signature(call)

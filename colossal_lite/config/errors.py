@@ -20,7 +20,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from colossal_lite.config.foreign_keys import SAME_VALUES, answer, nested, written
+from colossal_lite.config.foreign_keys import SAME_VALUES, answer, nested, place_of_argument, written
 from colossal_lite.config.schema import Legal
 
 if typing.TYPE_CHECKING:
@@ -292,6 +292,8 @@ def unknown_key(root: type[BaseModel], path: str, value: object) -> Problem:
     """The problem of a path that names no setting. The nearest one may belong to another section."""
     if told := answer(path.rpartition(".")[2], value):
         return Problem(path, value, "is a key of another framework", told)
+    if told := place_of_argument(path):
+        return Problem(path, value, "is an argument of a call and no setting", told)
     found, (model, _, _) = locate(root, tuple(path.split(".")))
     legal = list(model.model_fields)
     section = found.rpartition(".")[0]

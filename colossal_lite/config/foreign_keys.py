@@ -256,6 +256,24 @@ FOREIGN: Mapping[str, str | Callable[[Any], Answer]] = {
 }
 
 
+_FIT = "cl.fit(..., {0}=...)"
+_BOTH = f"{_FIT}, or cl.Run(..., {{0}}=...)"
+_LOADER = f"{_FIT}, run.batches(..., {{0}}=...) or context.dataloader(..., {{0}}=...)"
+OF_CALLS: Mapping[str, Sequence[str]] = {
+    "cl.initialize(..., {0}=...)": ("context", "plan", "lr_lambda", "example", "store", "task"),
+    "cl.Run(..., {0}=...)": ("facts", "fresh", "bytes_per_token", "flops_per_token"),
+    _FIT: ("valid", "evaluate_every"),
+    _BOTH: ("directory", "save_every", "log"),
+    _LOADER: ("dataset", "global_batch", "collate", "labels", "shuffle", "drop_last", "workers"),
+}
+"""Arguments of calls, which are no settings, by the calls that take them."""
+
+
+def place_of_argument(name: str) -> str | None:
+    """The calls that take the argument `name`, as a user writes them. None if it is the argument of none."""
+    return next((calls.format(name) for calls, names in OF_CALLS.items() if name in names), None)
+
+
 def answer(name: str, value: object) -> str | None:
     """The setting to write in place of the key `name` of another framework. None if no known framework has the key."""
     if (found := FOREIGN.get(name)) is None:

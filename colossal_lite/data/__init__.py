@@ -1,4 +1,4 @@
 """Orders samples, loads batches and checks them.
 
-May import: numerics, memory.  Read first: `dataloader`.
+May import: numerics, observe, memory.  Read first: `dataloader`.
 """

@@ -19,7 +19,6 @@ compares the notes (batch_read.py).  So ranks also know together that a pass end
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +32,7 @@ from colossal_lite.data.checksums import checksum
 from colossal_lite.data.loader import Loader, LoaderSettings, Place, collated, cut
 from colossal_lite.data.worker_signals import begin_worker
 from colossal_lite.numerics.generators import OwnDraws, generators_kept, seed_from
+from colossal_lite.observe.printed_lines import warn
 
 Given = tuple[int, Any, BatchRead | None]
 
@@ -144,10 +144,9 @@ class StreamLoader(Loader):
             self._epoch, self._begun = self._epoch + passes, self._begun + passes * size
         skipped = self.samples - self._begun
         if skipped and self.place.tells:
-            warnings.warn(
+            warn(
                 f"dataset: {type(self.dataset).__name__} can only be iterated, so {skipped} samples of pass "
-                f"{self._epoch} are read and skipped, to go on after {self.samples}",
-                stacklevel=5,
+                f"{self._epoch} are read and skipped, to go on after {self.samples}"
             )
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self._epoch)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -66,6 +65,7 @@ from colossal_lite.numerics.lr_schedules import factor_by, learning_rate_factor
 from colossal_lite.numerics.precision import LossScale
 from colossal_lite.numerics.torch_modes import naming_transforms, outside_inference, refuse_without_gradients
 from colossal_lite.observe.memory_timeline import MemoryTimeline
+from colossal_lite.observe.printed_lines import warn
 from colossal_lite.observe.schedule_report import ScheduleReport
 from colossal_lite.observe.tables import Rows
 from colossal_lite.parallel.loss import Criterion, ModelLoss, reader_of, refuse_means
@@ -292,7 +292,7 @@ class Engine:
         for callback in self._callbacks:
             callback(result)
         if (told := self._open.sizes.note(totals.samples)) and self.context.is_main:
-            warnings.warn(told, stacklevel=3)
+            warn(told)
         self._skips.note(self.steps if skipped else None, totals, tells=self.context.is_main)
         if self.context.engines.stepped(self._state, stop=totals.stop):
             raise self._state.stop_all()

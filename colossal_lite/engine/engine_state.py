@@ -196,6 +196,7 @@ class EngineState:
             with self.mesh.progress.during("load"):
                 loaded = self.checkpoints.load(
                     directory, held, settings, model=own_config(self._model), missing_ok=missing_ok,
+                    step=self._step.number,
                 )  # fmt: skip
         except BaseException:
             if not self.checkpoints.is_mixed:

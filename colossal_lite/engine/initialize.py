@@ -9,7 +9,6 @@ by shard.  So a rank never holds more than its part and one tensor in transit.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -62,7 +61,7 @@ from colossal_lite.numerics.optimizers import assign_groups, check_whole_tensors
 from colossal_lite.numerics.precision import Precision
 from colossal_lite.numerics.random import DropoutStreams, Recipe, build_on_meta, on_meta, replay
 from colossal_lite.numerics.torch_modes import outside_inference
-from colossal_lite.observe.printed_lines import tell
+from colossal_lite.observe.printed_lines import tell, warn
 from colossal_lite.parallel.copy_batches import few_of_rank_0, is_more_than_words
 from colossal_lite.parallel.forward_history import RepeatedForwards
 from colossal_lite.parallel.loss import Criterion, Loss, checked, reader_of
@@ -327,7 +326,7 @@ def _tell_of_end(context: Context, result: StepResult) -> None:
     scheduler = context.config.lr_scheduler
     if context.is_main and result.step - 1 == scheduler.total_steps:
         if told := told_of_end(scheduler, result.step):
-            warnings.warn(told, stacklevel=5)
+            warn(told)
 
 
 def _check_model(
@@ -557,10 +556,9 @@ def _lay_out(
     stages = lay_out(module, facts, pipeline, mesh.coord("pipeline"), measure, sections)
     if pipeline.is_profiled and context.is_main:
         counts = [stop - start for start, stop in stages.cut.bounds]
-        warnings.warn(
+        warn(
             f"initialize: pipeline.partition='profiled' cuts by the clock, now {counts} units; another run may be cut "
-            f"otherwise, and then has other bits; partition={counts} or initialize(directory=...) repeats it",
-            stacklevel=5,
+            f"otherwise, and then has other bits; partition={counts} or initialize(directory=...) repeats it"
         )
     return stages
 
@@ -649,7 +647,7 @@ def _check_optimizer(
             "chunk by chunk; legal: 'step', or a type of config.optimizer"
         )
     if config.optimizer != OptimizerConfig():
-        warnings.warn("optimizer: config.optimizer has no effect beside one of your own", stacklevel=3)
+        warn("optimizer: config.optimizer has no effect beside one of your own")
 
 
 def _build_chunks(

@@ -9,7 +9,6 @@ same row afterwards, so all decide alike.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.memory.transfers import sent
 from colossal_lite.numerics.precision import LossScale
+from colossal_lite.observe.printed_lines import warn
 
 STOP = 1 << 32
 """the value of a request to stop, above the samples: exact for 2**32 samples a step on 2**20 ranks"""
@@ -97,7 +97,7 @@ class SkippedSteps:
                 f"{told}; that is {self.in_a_row} in a row, and optimizer.max_skipped_steps={self.limit}; legal: {cure}"
             )
         if tells:
-            warnings.warn(f"{told} ({self.in_a_row} in a row)", stacklevel=5)
+            warn(f"{told} ({self.in_a_row} in a row)")
 
 
 class StepSizes:

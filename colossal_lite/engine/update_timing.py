@@ -12,7 +12,6 @@ three float64.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -26,6 +25,7 @@ from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.engine.memory_report import Metering
 from colossal_lite.engine.step_totals import StepTotals
 from colossal_lite.memory.chunk import Chunk
+from colossal_lite.observe.printed_lines import warn
 from colossal_lite.schedule.optimizer_updates import holds_up
 from colossal_lite.schedule.plan import Action, ActionKind
 from colossal_lite.zero.backward_updates import UpdatesInBackward
@@ -237,10 +237,9 @@ class Updates:
     def _warn_if_unchanged(self, factor: float) -> None:
         lr = self._optimizer.peak_lr * factor
         if lr and self._chunks and not self._optimizer.changed and self._mesh.rank == 0:
-            warnings.warn(
+            warn(
                 f"step: it changed no parameter that rank 0 holds; either all gradients are zero, or steps at "
-                f"lr={lr:g} are lost in rounding ({self._config.precision.master_dtype} master weights)",
-                stacklevel=3,
+                f"lr={lr:g} are lost in rounding ({self._config.precision.master_dtype} master weights)"
             )
 
 

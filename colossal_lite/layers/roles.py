@@ -6,10 +6,11 @@ Note: a plan maps patterns to roles.  Every module with parameters needs a role,
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+from colossal_lite.observe.printed_lines import warn
 
 # ---- layer plans: globs over module names to roles ----
 
@@ -124,7 +125,7 @@ def with_new_names(plan: Mapping[str, str]) -> dict[str, str]:
         raise ValueError(
             f"plan: {', '.join(old)} stand beside new names of roles ({told}); use new names alone"
         )
-    warnings.warn(f"plan: roles have new names: {told}", stacklevel=3)
+    warn(f"plan: roles have new names: {told}")
     return {
         pattern: RENAMED_ROLES.get(name, name) + plan[pattern].removeprefix(name)
         for pattern, name in names.items()

@@ -162,12 +162,15 @@ def read_result(directory: Path) -> ManyResult:
 
 
 def _task_result(directory: Path, row: Mapping[str, Any]) -> TaskResult:
-    """The result of one task. If rows of a done task are gone, its cause says so."""
+    """The result of one task. If its last rows are gone, its cause says so."""
     folder, steps = directory / TASKS / row["name"], row["step"]
     losses = losses_of(directory, row["name"])[:steps]
-    if row["status"] == "done" and len(losses) < steps:
+    if len(losses) < steps:
         gone = f"metrics.jsonl has {len(losses)} of {steps} steps, so later losses are NaN"
-        losses, row = losses + [math.nan] * (steps - len(losses)), {**row, "cause": row["cause"] or gone}
+        losses, row = (
+            losses + [math.nan] * (steps - len(losses)),
+            {**row, "cause": "; ".join(filter(None, [row["cause"], gone]))},
+        )
     return TaskResult(**row, losses=losses, directory=folder)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from colossal_lite.config.call_forms import with_fields
 from colossal_lite.config.config import Config
 from colossal_lite.config.source import plain, write_out
 from colossal_lite.engine.loader_arguments import loader_names
@@ -24,6 +25,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
 Build = nn.Module | Callable[[], nn.Module]
 
 
+@with_fields
 @dataclass(frozen=True, eq=False)
 class Task:
     """One training of `train_many`, on one device or a gang of them.
@@ -55,6 +57,7 @@ class Task:
         return lay_over(written_out(shared), written_out(self.config))
 
 
+@with_fields
 @dataclass(frozen=True)
 class Halving:
     """Stops the worse tasks early: successive halving, in step.

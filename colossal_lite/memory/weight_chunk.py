@@ -73,7 +73,7 @@ class OwnChanges:
             self._of[parameter][0] = parameter._version
 
     def others(self, parameter: nn.Parameter) -> str | None:
-        """The name of this one, if others may have changed it in place, or those of all parts of its tensor."""
+        """The name of this one, if others may have changed it, or those of all parts of its tensor."""
         version = self._of[parameter]
         if parameter._version == version[0]:
             return None

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from contextlib import suppress
 from typing import TextIO
 
 from rich.console import Console
+
+OURS = ("colossal_lite", "torch", "contextlib")
+"""Packages in which a warning never points at a line."""
 
 
 def tell(text: str, file: TextIO | None = None) -> None:
@@ -38,3 +42,11 @@ class RunConsole(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         drop_output(sys.stdout)
+
+
+def warn(text: str) -> None:
+    """Warn at the line of a user's code that runs now: the innermost one outside of this package and torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

@@ -13,7 +13,6 @@ Cost: two forwards of a small copy for each new length, and seconds for a new pa
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from colossal_lite.layers.roles import Role
 from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.proof_modes import Plainly
 from colossal_lite.numerics.torch_modes import DispatchMode
+from colossal_lite.observe.printed_lines import warn
 from colossal_lite.parallel.copy_batches import words
 from colossal_lite.parallel.padding import Padding
 from colossal_lite.parallel.plan_proof import is_our_own, on_a_copy
@@ -130,10 +130,9 @@ class LengthProofs:
     def _tell(self, tokens: int) -> None:
         if self.warns:
             self.warns = False
-            warnings.warn(
+            warn(
                 f"inputs: at {tokens} tokens the code of {self._kind} takes a path that no proof has seen "
-                f"(docs/plans.md)",
-                stacklevel=5,
+                f"(docs/plans.md)"
             )
 
     @property

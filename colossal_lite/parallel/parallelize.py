@@ -54,6 +54,7 @@ from colossal_lite.layers.tensor_modes import (
 )
 from colossal_lite.models import GPT
 from colossal_lite.numerics.random import DropoutStreams
+from colossal_lite.observe.printed_lines import warn
 from colossal_lite.parallel.auto_plan import AutoPlan, auto_plan, roles_by_shape
 from colossal_lite.parallel.copy_batches import is_more_than_words, labels_samples
 from colossal_lite.parallel.dropout_samples import sample_dims
@@ -401,10 +402,9 @@ def _found(
             if isinstance(first, UnfitError):
                 first.advise()
             told = "; ".join(f"{', '.join(names)}: {why}" for why, names in names_by_reason.items())
-            warnings.warn(
+            warn(
                 f"plan='auto': left whole, exact but with no saving: {told}"
-                + (f" ({first})" if first else ""),
-                stacklevel=4,
+                + (f" ({first})" if first else "")
             )
         return chosen, roles, form, later
     assert first is not None, "there is a plan"

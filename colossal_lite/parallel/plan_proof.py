@@ -6,7 +6,6 @@ A model that does not run on random words has none here. Its first batch is the 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from colossal_lite.layers.tensor_modes import Form, ModeResult, head_weight, mod
 from colossal_lite.models import GPT, GPTConfig
 from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.linearity import SEED
+from colossal_lite.observe.printed_lines import warn
 from colossal_lite.parallel.copy_batches import is_more_than_words, words
 from colossal_lite.parallel.coupled_numbers import gives_coupled_number, tensors_given
 from colossal_lite.parallel.forward_history import RepeatedForwards
@@ -216,10 +216,9 @@ def check_plan(
             found += more
     if form is not None:
         if sequence_parallel == "auto" and not form.sequence_parallel and mesh.rank == 0:
-            warnings.warn(
+            warn(
                 f"parallel.tensor.sequence_parallel: off, as {type(model).__name__} is not exact with it: "
-                f"{found[-1 if len(found) < 3 else 1].what}",
-                stacklevel=4,
+                f"{found[-1 if len(found) < 3 else 1].what}"
             )
         return form
     raise trial.unfit(forms, found[-1])
@@ -592,10 +591,9 @@ def check_provable(model: nn.Module, roles: Mapping[str, Role], error: NoCopyErr
 
 def warn_of_no_proof(kind: str, error: ValueError) -> None:
     """Warn of a model of class `kind` that no copy can prove."""
-    warnings.warn(
+    warn(
         f"plan: {kind} is not proven on a small copy ({error}); the classes, settings and hooks of its layers are "
-        f"checked, and roles are taken as they are",
-        stacklevel=4,
+        f"checked, and roles are taken as they are"
     )
 
 

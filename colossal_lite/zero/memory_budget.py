@@ -30,7 +30,6 @@ budget counts allocated bytes, not what the allocator reserves beyond them (`tor
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,6 +48,7 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.pinned import give_back_freed
 from colossal_lite.memory.weight_chunk import WeightChunk
 from colossal_lite.observe.memory_meter import AllocatedBytes, LiveBytes
+from colossal_lite.observe.printed_lines import warn
 from colossal_lite.offload.pieces import LEAVING, Name, StateKind, StatePiece
 from colossal_lite.offload.placement import StatePlacement, slot_bytes
 from colossal_lite.schedule.interval_packing import LiveRange, pack_live_ranges
@@ -342,10 +342,9 @@ class MemoryBudget:
         further = sum(slots.bytes - slots.planned_bytes for slots in slots_of(self._chunks))
         if further and placed.device_bytes + further > budget:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"memory.device_budget = {budget:,}: parameters that the first step used had no gradient; chunks "
-                f"behind them took {further:,} bytes beyond the {placed.device_bytes:,} of the plan",
-                stacklevel=2,
+                f"behind them took {further:,} bytes beyond the {placed.device_bytes:,} of the plan"
             )
 
     def _learn_accumulation(self) -> None:

@@ -13,7 +13,6 @@ Cost: one more build without storage and one forward without tensors, at the sta
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from torch import nn
 
 from colossal_lite.memory.packing import ChunkSpec
 from colossal_lite.models import GPT
+from colossal_lite.observe.printed_lines import warn
 
 V = TypeVar("V")
 PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
@@ -88,11 +88,10 @@ def warn_if_out_of_order(module: nn.Module, packed: Sequence[ChunkSpec], names: 
         used.update(needed)
         early = max(used) + 1 - len(used)
         if early > max(2, len(packed) // 4):
-            warnings.warn(
+            warn(
                 f"model: {type(owner).__name__} is used before {early} chunks of parameters that are defined before "
                 f"its own. Their updates and sums do not overlap with computing. Define modules in the order of "
-                f"their use, or hand `initialize` a callable that builds a model of ids",
-                stacklevel=2,
+                f"their use, or hand `initialize` a callable that builds a model of ids"
             )
         if early > max(2, len(packed) // 4) or len(used) == len(packed):
             for handle in handles:

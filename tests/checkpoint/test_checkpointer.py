@@ -715,6 +715,19 @@ def starts(env: RankEnv, case: Case, folder: str) -> Any:
         return engine.resume(folder)
 
 
+def trains_and_starts(env: RankEnv, case: Case, folder: str) -> None:
+    with engine_of(env, case) as engine:
+        train(engine, case, range(2))
+        engine.resume(folder)
+
+
+def test_a_new_folder_of_an_engine_that_has_made_steps_is_told_with_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_world(trains_and_starts, 1, on("1"), str(tmp_path / "new"))
+    assert f"no checkpoint in {tmp_path}/new yet: begins at step 2" in capsys.readouterr().out
+
+
 def test_a_folder_without_a_checkpoint_is_told_with_its_like_and_a_file_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import pytest
 import torch
 
+import colossal_lite as cl
 from colossal_lite.config.config import Config, ConfigError
-from colossal_lite.config.foreign_keys import FOREIGN, SCHEDULES, answer
+from colossal_lite.config.foreign_keys import FOREIGN, OF_CALLS, SCHEDULES, answer
 
 
 def refused(config: dict[str, Any], options: tuple[str, ...] = ()) -> dict[str, str]:
@@ -122,3 +125,22 @@ def test_a_bare_value_of_a_section_is_answered_with_the_section_and_with_the_opt
 
 def test_a_key_as_an_option_is_answered_with_its_number() -> None:
     assert refused({}, ("--learning_rate", "1e-3")) == {"learning_rate": "optimizer=dict(lr=0.001)"}
+
+
+def test_an_argument_of_a_call_in_a_config_is_answered_with_the_call() -> None:
+    assert (
+        refused({"save_every": 5})["save_every"]
+        == "cl.fit(..., save_every=...), or cl.Run(..., save_every=...)"
+    )
+    assert "cl.Run(..., directory=...)" in refused({"directory": "runs"})["directory"]
+    assert "context.dataloader(..., global_batch=...)" in refused({"global_batch": 8})["global_batch"]
+
+
+def test_calls_have_the_arguments_that_answers_name() -> None:
+    given = dict(context=cl.Context, run=cl.Run)
+    for form, names in OF_CALLS.items():
+        for call in re.findall(r"([a-zA-Z.]+)\(", form):
+            owner, name = call.split(".")
+            found = [*inspect.signature(getattr(given.get(owner, cl), name)).parameters]
+            legal = found + [*inspect.signature(cl.Context.dataloader).parameters] * ("loader" in found)
+            assert {*names} <= {*legal}, call

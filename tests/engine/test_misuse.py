@@ -696,3 +696,17 @@ def initialize_on_meta(env: RankEnv, where: str) -> str:
 def test_a_model_without_values_is_refused_by_name(where: str, ranks: int) -> None:
     for said in run_world(initialize_on_meta, ranks, where):
         assert f"model: {'0.weight' if where == 'all' else where} is on meta and has no values" in said, said
+
+
+def test_warnings_point_at_the_line_of_the_user() -> None:
+    """Whatever lies between: decorators, hooks of torch, contexts."""
+    model = OneMemory("")
+    with cl.launch(SGD, rank=0, world_size=1) as context, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        engine = cl.initialize(model, context=context, optimizer=lambda given: torch.optim.SGD(given, lr=0.1))
+        model.head.eval()
+        engine.train_step(batch())
+    words = ["config.optimizer has no effect", "stay in eval()"]
+    told = [next(each for each in found if word in str(each.message)) for word in words]
+    assert {each.filename for each in told} == {__file__}
+    assert told[0].lineno < told[1].lineno

@@ -810,6 +810,17 @@ def test_a_done_task_whose_rows_were_cut_short_says_so_and_is_not_compared_by_an
     assert math.isnan(found["cut"].training_loss) and found.best == "whole"
 
 
+@pytest.mark.parametrize("status", ["failed", "stopped", "open"])
+def test_a_task_that_is_not_done_has_a_loss_for_each_step_too(status: str, tmp_path: Path) -> None:
+    ended = [dict(name="cut", status=status, cause="a fault", step=3, held_out=None)]
+    (tmp_path / "result.json").write_text(json.dumps(dict(tasks=ended, devices=1, jobs=[], spans=[])))
+    (tmp_path / "tasks" / "cut").mkdir(parents=True)
+    (tmp_path / "tasks" / "cut" / "metrics.jsonl").write_text(json.dumps(dict(step=1, loss=1.0)) + "\n")
+    found = read_result(tmp_path)["cut"]
+    assert len(found.losses) == 3 and math.isnan(found.training_loss)
+    assert found.cause == "a fault; metrics.jsonl has 1 of 3 steps, so later losses are NaN"
+
+
 def test_processes_of_several_launchers_are_refused_before_they_meet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
