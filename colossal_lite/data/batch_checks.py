@@ -20,6 +20,8 @@ LossOf = Literal["logits", "model", "shown", "own"]
 FREE: tuple[LossOf, ...] = ("shown", "own")
 """Labels of any form, of samples too."""
 
+OTHERS = "others with criterion=, a function of yours of the logits and the labels"
+
 
 @dataclass(frozen=True)
 class StatedSizes:
@@ -106,7 +108,8 @@ class _Rules:
         for path, x in self.entries.items():
             legal = self._dtypes(path)
             if legal and x.dtype not in legal:
-                raise ValueError(f"{path}: dtype {x.dtype}; legal: {', '.join(map(str, legal))}")
+                more = f"; {OTHERS}" if path == "labels" and x.is_floating_point() else ""
+                raise ValueError(f"{path}: dtype {x.dtype}; legal: {', '.join(map(str, legal))}{more}")
             is_ids = x is inputs and self.has_ids
             if x.ndim == 0 or (is_ids and x.ndim != 2):
                 rule = "(batch, tokens)" if is_ids else "batch first"
@@ -142,8 +145,7 @@ class _Rules:
                 return ""
             one = f"one label a sample, ({len(x)},)"
             if self.loss == "logits":
-                more = "; others with criterion=, a function of yours of the logits and the labels"
-                return "" if x.ndim == 1 else f"{of_ids}, {one}{more}"
+                return "" if x.ndim == 1 else f"{of_ids}, {one}; {OTHERS}"
             return (
                 f"{of_ids}. Others, such as {one}: with criterion=, a function of the logits and the labels"
             )

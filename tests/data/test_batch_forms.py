@@ -86,7 +86,12 @@ def test_arguments_of_the_forward_and_labels_that_a_loss_can_read_pass(
         (Words, dict(input_ids=IDS, attention_msk=IDS, labels=ONE), "own", "(did you mean 'attention_mask'?)"),
         (Words, (IDS, IDS[:, 1:3]), "logits", "one label a sample, (2,); others with criterion="),
         (Words, (IDS, ONE), "model", "(2, 4). Others, such as one label a sample, (2,): with criterion="),
-        (Words, (IDS, VECTORS), "logits", "labels: dtype torch.float32; legal: torch.int64"),
+        (
+            Words,
+            (IDS, VECTORS),
+            "logits",
+            "labels: dtype torch.float32; legal: torch.int64; others with criterion=, a function of yours",
+        ),
         (Words, (IDS, ONE.int()), "own", "labels: dtype torch.int32; legal: torch.int64"),
         (Words, (IDS, ONE[:1]), "own", "labels: shape (1,); legal: a batch of 2"),
         (Words, dict(input_ids=IDS, attention_mask=IDS[:, :2], labels=ONE), "own", "legal: the shape of the inputs"),
