@@ -9,7 +9,8 @@ for other ones.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -76,6 +77,22 @@ def _settings(value: Any) -> Any:
         return sorted(repr(_settings(each)) for each in value)
     is_plain = value is None or isinstance(value, str | int | float | torch.dtype)
     return value if is_plain else type(value).__qualname__
+
+
+@contextmanager
+def told_to_all(world: Communicator) -> Iterator[None]:
+    """Context of checks of a rank's own model. Collective at its end: a ValueError of one rank ends all of them."""
+    own: ValueError | None = None
+    try:
+        yield
+    except ValueError as error:
+        own = error
+    with world.ledger.paused():
+        faults = world.gather_json(None if own is None else str(own))
+    if own is not None:
+        raise own
+    if found := [(rank, fault) for rank, fault in enumerate(faults) if fault is not None]:
+        raise RanksDifferError(f"{found[0][1]} (on rank {found[0][0]}, and not on rank {world.coord})")
 
 
 def _check_layers(module: nn.Module, world: Communicator) -> None:

@@ -28,7 +28,7 @@ from colossal_lite.checks.model_structure import (
     is_in_parts,
 )
 from colossal_lite.checks.rank_comparison import recomputes, splits
-from colossal_lite.checks.same_model import check_same_model
+from colossal_lite.checks.same_model import check_same_model, told_to_all
 from colossal_lite.config.call_forms import with_form
 from colossal_lite.config.config import Config
 from colossal_lite.config.errors import ConfigError, refuse, shown
@@ -196,9 +196,10 @@ def _initialize(
 ) -> Engine:  # fmt: skip
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
-    if recipes is None:
-        check_values(module)
-    facts = _check_model(module, context, criterion)
+    with told_to_all(context.mesh.world):
+        if recipes is None:
+            check_values(module)
+        facts = _check_model(module, context, criterion)
     first_batch, seen = _of_batches(module, context)
     shown, few = _example(example, module, facts, context, criterion)
     loss = _loss_by(criterion, module, context, few)

@@ -507,6 +507,18 @@ def test_parameters_in_memory_of_their_own_or_tied_are_not_refused(how: str) -> 
         assert float(engine.train_step(batch()).loss) > float(engine.train_step(batch()).loss)
 
 
+def refused_by_one(env: RankEnv) -> str:
+    with env.launch(SGD) as context, pytest.raises(ValueError) as caught:
+        cl.initialize(OneMemory("" if context.mesh.world.coord == 0 else "tied by data"), context=context)
+    return str(caught.value)
+
+
+def test_a_model_that_one_rank_refuses_is_refused_by_the_others_in_its_words() -> None:
+    first, second = run_world(refused_by_one, 2)
+    assert second.startswith("model: table.weight and head.weight are two tensors in one memory")
+    assert first == f"{second} (on rank 1, and not on rank 0)"
+
+
 def with_old_spectral_norm() -> nn.Module:
     torch.manual_seed(0)
     model = OneMemory("").double()
