@@ -1,7 +1,7 @@
 """Finds weights at which a model is about to take another branch, because of values that its code reads.
 
 Note: the search.
-A branch by a value of the whole batch, as `if x.mean() > 0`, may be taken alike by the first batches and their halves.
+A branch by a value of the whole batch (`if x.mean() > 0`) may be taken alike by the first batches and their halves.
 After some training it is not.  So a model is run with other weights.  Each is multiplied by exp(t d) with a drawn d:
 signs and zeros stay.  Where t = 1 leads to other operations or choices than t = 0, the place between is bisected.
 There the value is at its limit, and that of a half is on the other side.  A choice is a tensor of integers or booleans
