@@ -20,19 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
-from colossal_lite.distributed import host_handshake, send_buffer
+from colossal_lite.distributed import host_handshake
 from colossal_lite.memory.frozen_records import FrozenRecords
 from colossal_lite.memory.frozen_slots import FrozenSlots
-from colossal_lite.memory.task_records import (
-    DIRECTORY_BYTES,
-    MAGIC,
-    TOKEN,
-    TOKEN_BYTES,
-    WORD_BYTES,
-    Records,
-    StoreError,
-    TaskRecords,
-)
+from colossal_lite.memory.shared_records import MARK, RecordSpace
+from colossal_lite.memory.task_records import Records, StoreError, TaskRecords
 
 
 @dataclass(frozen=True)
@@ -87,41 +79,25 @@ class HostStore:
     def handle(self, task: str) -> Handle:
         """A small value, to be pickled, with which a process of this user on this host attaches. Raises
         StoreError."""
-        records = self._of(task)
-        if records.descriptor < 0:
-            why = host_handshake.why_not() or "it has no records on the host"
-            raise StoreError(f"store: task {task!r} cannot be shared: {why}")
-        return Handle(task, os.getpid(), records.descriptor, records.token)
+        space = self.records(task).space
+        return Handle(task, os.getpid(), space.descriptor, f"{space.words[MARK]:x}")
 
     @staticmethod
     def attach(handle: Handle) -> Records:
         """Map the records of another process's task; the mapping outlives that process. Raises StoreError."""
-        path = f"/proc/{handle.pid}/fd/{handle.descriptor}"
-        gone = f"attach: process {handle.pid} has no records of task {handle.task!r} any more"
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            space = RecordSpace.opened(handle.task, int(handle.token, 16), handle.pid, handle.descriptor)
         except OSError as error:
-            raise StoreError(f"{gone} ({error.strerror})") from error
-        try:
-            size_bytes = os.fstat(descriptor).st_size
-            if size_bytes < DIRECTORY_BYTES:
-                raise StoreError(gone)
-            memory = send_buffer.mapped(descriptor, size_bytes)
-        except OSError as error:
-            raise StoreError(f"{gone} ({error.strerror})") from error
-        finally:
-            os.close(descriptor)
-        records = Records(handle.task, handle.pid, memory)
-        token = memory[TOKEN * WORD_BYTES : TOKEN * WORD_BYTES + TOKEN_BYTES]
-        if records.words[0] != MAGIC or token.hex() != handle.token:
-            raise StoreError(gone)
-        return records
+            raise StoreError(
+                f"attach: process {handle.pid} has no records of task {handle.task!r} any more ({error.strerror})"
+            ) from error
+        return Records(handle.task, handle.pid, space)
 
     def records(self, task: str) -> Records:
         """The records of a task as other processes see them. Raises StoreError if it has none."""
         if (shared := self._of(task).shared) is None:
             why = host_handshake.why_not() or "it has no records on the host"
-            raise StoreError(f"store: task {task!r} has nothing that siblings see: {why}")
+            raise StoreError(f"store: task {task!r} cannot be shared: {why}")
         return shared
 
     def flush(self, task: str | None = None) -> None:

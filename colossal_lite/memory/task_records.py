@@ -2,10 +2,8 @@
 
 Note: records.
 A record is the flat memory of one chunk of one task, on the rank of this process.  It has one kind: `OPTIMIZER`,
-`WEIGHTS` or `GRADIENTS`.  Its name is (task, chunk, kind).  All records of a task lie in one shared mapping, a memfd
-like that of distributed/send_buffer.py.  Its addresses are reserved at once, and a page is taken when it is first
-written.  Each record starts on a page, and its size is rounded up to pages.  A directory of 64 bytes a record comes
-first.  `taken_bytes` is 64 (records + 1) and the bytes of each record, each rounded up to pages.
+`WEIGHTS` or `GRADIENTS`.  Its name is (task, chunk, kind).  All records of a task lie in one shared mapping
+(memory/shared_records.py).
 
 Versions.  The step that defers an update of a record makes it *pending* (`defer`). It stays so until its last byte is
 in the record (`commit`).  `commit` adds one to the version.  Version and pending flag are one word of the directory,
@@ -18,43 +16,33 @@ Source: sequence locks, Lameter, Gelato 2005.
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import threading
 import time
-import weakref
-from bisect import insort
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from colossal_lite.distributed import host_handshake, send_buffer
-from colossal_lite.memory.disk_layout import whole_pages
+from colossal_lite.distributed import host_handshake
 from colossal_lite.memory.frozen_records import FrozenRecord, FrozenRecords, Same
 from colossal_lite.memory.frozen_slots import FrozenSlots
 from colossal_lite.memory.link import Transfer
 from colossal_lite.memory.pinned import host_room, lock, locked, make_pages
+from colossal_lite.memory.shared_records import STATE, RecordSpace
 
 OPTIMIZER, WEIGHTS, GRADIENTS = "optimizer", "weights", "gradients"
 KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int16, torch.uint8)
-ENTRY_WORDS, WORD_BYTES = 8, 8
-ENTRY_BYTES = ENTRY_WORDS * WORD_BYTES
-MOST_RECORDS = 2**16 - 1
-DIRECTORY_BYTES = (MOST_RECORDS + 1) * ENTRY_BYTES
-MAGIC = int.from_bytes(b"clstore1", "little")
 POLL_S = 5e-4
 
-# Words of an entry. STATE is 0 for none, else version << VERSION | PENDING or not | LIVE; USES counts its records.
-STATE, OFFSET, SIZE, CHUNK, KIND, DTYPE, USES = range(7)
+# Words of an entry behind those of any record; USES counts its records. STATE is version << VERSION | PENDING or not |
+# LIVE.
+CHUNK, KIND, DTYPE, USES = range(3, 7)
 LIVE, PENDING, VERSION = 1, 2, 2
-# Words of the first entry: STATE is the magic number, then the entries ever used, and the token.
-COUNT, TOKEN = 1, 2
-TOKEN_BYTES = 16
 
 
 class StoreError(RuntimeError):
@@ -75,16 +63,15 @@ class Snapshot:
 class Records:
     """Reads the records of one task, in any process that has mapped them."""
 
-    def __init__(self, task: str, pid: int, memory: mmap.mmap) -> None:
-        self.task, self.pid, self.memory = task, pid, memory
-        self.words = memoryview(memory)[:DIRECTORY_BYTES].cast("Q")
+    def __init__(self, task: str, pid: int, space: RecordSpace) -> None:
+        self.task, self.pid, self.space = task, pid, space
         self._fence = threading.Lock()
         self._found: dict[tuple[int, str], int] = {}
 
     @property
     def names(self) -> tuple[tuple[int, str], ...]:
         """(chunk, kind) of each present record."""
-        return tuple(sorted(self._name(i) for i in self._live()))
+        return tuple(sorted(map(self._name, self.space.live())))
 
     def version(self, chunk: int, kind: str = OPTIMIZER) -> int:
         """Number of finished updates of a record. Raises StoreError if there is none."""
@@ -101,13 +88,13 @@ class Records:
         while True:
             index = self._index(chunk, kind)
             with self._fence:
-                state, uses = self._state(index), self.words[index * ENTRY_WORDS + USES]
-            if not state & PENDING:
+                before = self._state(index), self.space.word(index, USES)
+            if not before[0] & PENDING:
                 flat = self._flat(index).clone()
                 with self._fence:  # a lock is a fence: loads stay on their side of it
-                    after = self._state(index), self.words[index * ENTRY_WORDS + USES]
-                if after == (state, uses) and state & LIVE:
-                    return Snapshot(self.task, chunk, kind, state >> VERSION, flat)
+                    after = self._state(index), self.space.word(index, USES)
+                if after == before and before[0] & LIVE:
+                    return Snapshot(self.task, chunk, kind, before[0] >> VERSION, flat)
             if (left_s := end_s - time.monotonic()) <= 0:
                 raise self._too_late([(chunk, kind)], timeout_s)
             time.sleep(min(POLL_S, left_s))
@@ -116,9 +103,7 @@ class Records:
         """Wait until no update is pending, gradients left out. Raises StoreError after `timeout_s` with the pending
         records."""
         end_s = time.monotonic() + timeout_s
-        while late := [
-            name for name in self.names if name[1] != GRADIENTS and self._is_pending(self._found.get(name))
-        ]:
+        while late := self._pending():
             if (left_s := end_s - time.monotonic()) <= 0:
                 raise self._too_late(late, timeout_s)
             time.sleep(min(POLL_S, left_s))
@@ -137,14 +122,13 @@ class Records:
 
     # ---- how ----
 
-    def _live(self) -> Iterator[int]:
-        for index in range(1, self.words[COUNT] + 1):
-            if self.words[index * ENTRY_WORDS + STATE]:
-                yield index
+    def _pending(self) -> list[tuple[int, str]]:
+        """The records with a pending update, gradients left out."""
+        names = [self._name(index) for index in self.space.live() if self._state(index) & PENDING]
+        return sorted(name for name in names if name[1] != GRADIENTS)
 
     def _name(self, index: int) -> tuple[int, str]:
-        words = self.words
-        name = words[index * ENTRY_WORDS + CHUNK], KINDS[words[index * ENTRY_WORDS + KIND]]
+        name = self.space.word(index, CHUNK), KINDS[self.space.word(index, KIND)]
         self._found[name] = index
         return name
 
@@ -165,15 +149,10 @@ class Records:
         return index
 
     def _state(self, index: int) -> int:
-        return self.words[index * ENTRY_WORDS + STATE]
-
-    def _is_pending(self, index: int | None) -> bool:
-        return index is not None and bool(self._state(index) & PENDING)
+        return self.space.word(index, STATE)
 
     def _flat(self, index: int) -> Tensor:
-        words, at = self.words, index * ENTRY_WORDS
-        dtype, size_bytes = DTYPES[words[at + DTYPE]], words[at + SIZE]
-        return _tensor(self.memory, words[at + OFFSET], size_bytes // dtype.itemsize, dtype)
+        return self.space.flat(index, DTYPES[self.space.word(index, DTYPE)])
 
     def _too_late(self, names: Collection[tuple[int, str]], timeout_s: float) -> StoreError:
         first = ", ".join(f"({chunk}, {kind!r})" for chunk, kind in list(names)[:4])
@@ -221,14 +200,10 @@ class TaskRecords:
         """Finishes all updates of the engine's records."""
         self.shared: Records | None = None
         """The readers' view; None while there are no records."""
-        self.descriptor, self.token = -1, secrets.token_hex(TOKEN_BYTES)
         self._rooms: dict[tuple[int, str], Tensor] = {}
         self._entries: dict[tuple[int, str], int] = {}
         self._due: dict[int, int] = {}  # entry -> pending updates
         self._new: set[tuple[int, str]] = set()
-        self._freed: list[tuple[int, int]] = []  # pages [start, stop)
-        self._end = DIRECTORY_BYTES
-        self._capacity = DIRECTORY_BYTES + 4 * send_buffer.physical_bytes()
         self._lock = threading.Lock()
 
     # ---- rooms ----
@@ -298,76 +273,43 @@ class TaskRecords:
             return
         self._new.discard(name)
         if (index := self._entries.pop(name, None)) is not None:
-            (words, memory), at = self._segment(), index * ENTRY_WORDS
+            space = self._space()
             with self._lock:
                 self._due.pop(index, None)
-                words[at + STATE] = 0
-                words[at + USES] += 1
-            start, size_bytes = words[at + OFFSET], whole_pages(words[at + SIZE])
-            if self.descriptor >= 0:
-                memory.madvise(mmap.MADV_REMOVE, start, size_bytes)
-                insort(self._freed, (start, start + size_bytes))
+                space.set(index, USES, space.word(index, USES) + 1)
+                space.free(index)
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of host memory when every record has been written: by the formula in the Note."""
-        if self.shared is None:
-            return 0
-        words, _ = self._segment()
-        records = sum(whole_pages(words[index * ENTRY_WORDS + SIZE]) for index in self._entries.values())
-        return records + whole_pages(ENTRY_BYTES * (words[COUNT] + 1))
+        """Bytes of host memory when every record has been written: by the formula of memory/shared_records.py."""
+        return 0 if self.shared is None else self.shared.space.taken_bytes
 
     def _made(self, name: tuple[int, str], numel: int, dtype: torch.dtype) -> Tensor:
         if host_handshake.why_not() is not None:
             return host_room(numel, dtype, self.beside)
-        words, memory = self._segment()
-        size_bytes = numel * dtype.itemsize
-        start = self._place(whole_pages(size_bytes))
-        room = _tensor(memory, start, numel, dtype)
+        space = self._space()
+        index = space.make(numel * dtype.itemsize)
+        room = space.flat(index, dtype)
         if self.beside.type == "cuda":
             make_pages(room)  # no other process has found it yet
             held = locked(room.view(torch.uint8), torch.cuda.cudart(), self.beside).view(dtype)
             if held.data_ptr() != room.data_ptr():  # another process would not find it there
-                insort(self._freed, (start, start + whole_pages(size_bytes)))
+                space.free(index)
                 return held
-        count = words[COUNT]
-        freed = range(1, count + 1) if self._freed else ()  # else no entry is free
-        index = next((i for i in freed if not words[i * ENTRY_WORDS + STATE]), count + 1)
-        if index > MOST_RECORDS:
-            raise StoreError(
-                f"task {self.task!r} has {count:,} records and room for no more; legal: larger chunks"
-            )
-        at = index * ENTRY_WORDS
-        words[at + OFFSET], words[at + SIZE], words[at + CHUNK] = start, size_bytes, name[0]
-        words[at + KIND], words[at + DTYPE] = KINDS.index(name[1]), DTYPES.index(dtype)
-        words[COUNT] = max(count, index)
+        space.set(index, CHUNK, name[0])
+        space.set(index, KIND, KINDS.index(name[1]))
+        space.set(index, DTYPE, DTYPES.index(dtype))
         with self._lock:  # a fence: readers of the state see the words above
-            words[at + STATE] = LIVE
+            space.set(index, STATE, LIVE)
         self._entries[name] = index
         return room
 
-    def _place(self, size_bytes: int) -> int:
-        """The start of free pages: freed ones, or behind all others."""
-        for number, (start, stop) in enumerate(self._freed):
-            if stop - start >= size_bytes:
-                self._freed[number : number + 1] = [(start + size_bytes, stop)] * (stop - start > size_bytes)
-                return start
-        start, self._end = self._end, self._end + size_bytes
-        if self._end > self._capacity:
-            raise StoreError(
-                f"task {self.task!r}: its records take more than {self._capacity:,} bytes of addresses"
-            )
-        return start
-
-    def _segment(self) -> tuple[memoryview, mmap.mmap]:
-        """The directory, and all memory; made with the first record."""
+    def _space(self) -> RecordSpace:
+        """The memory of all records; made with the first one."""
         if self.shared is None:
-            self.descriptor, memory = send_buffer.shared_memory(f"task {self.task}", self._capacity)
-            self._closing = weakref.finalize(self, os.close, self.descriptor)
-            self.shared = Records(self.task, os.getpid(), memory)
-            self.shared.words[0] = MAGIC
-            memory[TOKEN * WORD_BYTES : TOKEN * WORD_BYTES + TOKEN_BYTES] = bytes.fromhex(self.token)
-        return self.shared.words, self.shared.memory
+            space = RecordSpace.made(f"task {self.task}", secrets.randbits(64))
+            self.shared = Records(self.task, os.getpid(), space)
+        return self.shared.space
 
     # ---- versions ----
 
@@ -392,13 +334,12 @@ class TaskRecords:
         self, chunk: int, kind: str, due: Callable[[int], int], version: Callable[[int], int] = int
     ) -> None:
         """Change the number of pending updates of a record, and its version."""
-        index = self._entries.get((chunk, kind))
-        if index is not None and self.shared is not None:
+        if (index := self._entries.get((chunk, kind))) is not None:
+            space = self._space()
             with self._lock:  # a fence: the bytes are written before the word
                 left = self._due[index] = due(self._due.get(index, 0))
-                at = index * ENTRY_WORDS + STATE
-                now = version(self.shared.words[at] >> VERSION)
-                self.shared.words[at] = now << VERSION | (PENDING if left else 0) | LIVE
+                now = version(space.word(index, STATE) >> VERSION)
+                space.set(index, STATE, now << VERSION | (PENDING if left else 0) | LIVE)
 
     # ---- how an engine begins and ends ----
 
@@ -432,14 +373,12 @@ class TaskRecords:
         """Drop the records: no process can attach any more, and readers raise. The memory is freed with its last
         tensor."""
         self._give_all_frozen()
-        for index in self._entries.values():
-            words, _ = self._segment()
-            words[index * ENTRY_WORDS + STATE] = 0
+        if self.shared is not None:
+            for index in self._entries.values():
+                self.shared.space.set(index, STATE, 0)
+            self.shared.space.close()
         self._entries.clear()
         self._rooms.clear()
-        if self.descriptor >= 0:
-            self._closing()
-            self.descriptor = -1
         self.shared, self.is_open = None, False
 
 
@@ -453,7 +392,3 @@ def nothing() -> None:
 
 def _form(numel: int, dtype: torch.dtype) -> str:
     return f"{numel:,} {str(dtype).removeprefix('torch.')}"
-
-
-def _tensor(memory: mmap.mmap, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)

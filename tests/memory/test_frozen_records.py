@@ -58,7 +58,8 @@ def taken(records: FrozenRecords, value: float, name: str = "w", numel: int = 30
 
 def users_of(records: FrozenRecords, record: FrozenRecord) -> int:
     """Uses of this process, and one for each other that has it."""
-    return record.users + (records._word(record.index, HOLDERS) & ~records._bit).bit_count()
+    assert records._space is not None
+    return record.users + (records._space.word(record.index, HOLDERS) & ~records._bit).bit_count()
 
 
 # ---- the records ----
