@@ -224,7 +224,6 @@ class Pool:
         self._dtype, self._device = dtype, device
         self._free = list(torch.zeros(planned if numel else 0, max(numel, 1), dtype=dtype, device=device))
         self._planned = self._count = len(self._free)
-        self._taken = 0
         self.most_taken = 0
         """Most buffers in use at once so far."""
 
@@ -234,16 +233,14 @@ class Pool:
         if not self._free:
             self._count += 1
             self._free.append(torch.zeros(self.numel, dtype=self._dtype, device=self._device))
-        self._taken += 1
-        self.most_taken = max(self.most_taken, self._taken)
         buffer: Tensor = self._free.pop()
+        self.most_taken = max(self.most_taken, self._count - len(self._free))
         return buffer[:numel]
 
     def give(self, buffer: Tensor) -> None:
         """Give back a buffer of `take`. Nothing may read it any more."""
+        assert len(self._free) < self._count, "a buffer was given back twice"
         self._free.append(buffer.as_strided((self.numel,), (1,), buffer.storage_offset()))
-        self._taken -= 1
-        assert self._taken >= 0, "a buffer was given back twice"
 
     @property
     def bytes(self) -> int:

@@ -63,9 +63,6 @@ class LinkSpeeds:
     disk: LinkSpeed = AS_IT_COPIES
 
 
-ALL_AS_THEY_COPY = LinkSpeeds()
-
-
 class Bus:
     """Shares one emulated speed among several links: one copy takes its time after another's."""
 

@@ -43,7 +43,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from colossal_lite.memory.disk_layout import PAGE_BYTES, DiskBlock, FileLayout
+from colossal_lite.memory.disk_layout import PAGE_BYTES, FileLayout
 from colossal_lite.memory.pinned import host_pages
 
 THREADS = 4
@@ -190,29 +190,26 @@ class DiskFile:
     # ---- blocks ----
 
     def _all_blocks(
-        self, verb: str, record: int, buffer: Tensor, work: Callable[[int, int, DiskBlock, memoryview], None]
+        self, verb: str, record: int, buffer: Tensor, work: Callable[[int, int, int, memoryview], None]
     ) -> None:
+        """`work` gets a record, the number of a block, its offset in the file, and its bytes in the buffer."""
         self.check()
         assert buffer.numel() == self.layout.padded_bytes(record) and buffer.data_ptr() % PAGE_BYTES == 0
-        view = buffer.numpy().data
-        futures: list[Future[None]] = [
-            self._workers.submit(partial(work, record, number, block, view[block.start : block.stop]))
-            for number, block in enumerate(self.layout.blocks(record))
+        view, blocks, start = buffer.numpy().data, self.layout.blocks(record), self.layout.starts[record]
+        futures = [
+            self._workers.submit(partial(work, record, number, start + block.start, view[block]))
+            for number, block in enumerate(blocks)
         ]
         # Wait for all: no thread may use a buffer after it is given back.
         ended, late = wait(futures, timeout=self.timeout_s)
         if late:
             self._fail(f"record {record} was not {verb} in {self.timeout_s:g} s", errno.ETIMEDOUT)
-        for number, future in enumerate(futures):
+        for block, future in zip(blocks, futures, strict=True):
             if (error := future.exception()) is not None:
                 if not isinstance(error, OSError):
                     raise error
-                block, why = self.layout.blocks(record)[number], error.strerror or error
-                self._fail(
-                    f"bytes {block.start:,} to {block.stop:,} of record {record} were not {verb}: {why}",
-                    error.errno or errno.EIO,
-                    error,
-                )
+                what = f"bytes {block.start:,} to {block.stop:,} of record {record} were not {verb}"
+                self._fail(f"{what}: {error.strerror or error}", error.errno or errno.EIO, error)
 
     def _fail(self, what: str, number: int, cause: BaseException | None = None) -> None:
         error = DiskError(
@@ -225,25 +222,25 @@ class DiskFile:
             self.failure = self.failure or error
         raise error from cause
 
-    def _write_block(self, record: int, number: int, block: DiskBlock, view: memoryview) -> None:
+    def _write_block(self, record: int, number: int, offset: int, view: memoryview) -> None:
         self._sums[record][number] = zlib.crc32(view)
-        if (done := self._move(_write_some, block, view)) < len(view):
+        if (done := self._move(_write_some, offset, view)) < len(view):
             raise OSError(errno.ENOSPC, f"the file takes {done:,} bytes and no more")
-        self._forget(block)
+        self._forget(offset, len(view))
 
-    def _read_block(self, record: int, number: int, block: DiskBlock, view: memoryview) -> None:
-        if (done := self._move(_read_some, block, view)) < len(view):
+    def _read_block(self, record: int, number: int, offset: int, view: memoryview) -> None:
+        if (done := self._move(_read_some, offset, view)) < len(view):
             raise OSError(errno.EIO, f"the file ends after {done:,} bytes of them")
-        self._forget(block)
+        self._forget(offset, len(view))
         found, expected = zlib.crc32(view), self._sums[record][number]
         if found != expected:
             stated = "nothing was" if expected is None else f"{expected:08x} was"
             raise OSError(errno.EIO, f"their checksum is {found:08x}, and {stated} written")
 
-    def _move(self, some: Callable[[int, memoryview, int], int], block: DiskBlock, view: memoryview) -> int:
+    def _move(self, some: Callable[[int, memoryview, int], int], offset: int, view: memoryview) -> int:
         """Bytes of a block that calls of `some` have moved, until one moved none."""
         done = 0
-        while done < len(view) and (count := some(self._fd(done), view[done:], block.offset + done)):
+        while done < len(view) and (count := some(self._fd(done), view[done:], offset + done)):
             done += count
         return done
 
@@ -251,10 +248,10 @@ class DiskFile:
         """The descriptor for the next call. Direct access begins on a page, and a call may have stopped elsewhere."""
         return self._fds[1 if self.is_direct and done % PAGE_BYTES == 0 else 0]
 
-    def _forget(self, block: DiskBlock) -> None:
+    def _forget(self, offset: int, size_bytes: int) -> None:
         """Drop a block from the page cache: no other process reads it."""
         if not self.is_direct:
-            os.posix_fadvise(self._fds[0], block.offset, block.stop - block.start, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._fds[0], offset, size_bytes, os.POSIX_FADV_DONTNEED)
 
 
 class Workers:

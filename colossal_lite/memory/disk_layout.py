@@ -7,7 +7,6 @@ their updates.  A step reads and writes the file once, from its start to its end
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -21,15 +20,6 @@ record."""
 def whole_pages(size_bytes: int) -> int:
     """Bytes, rounded up to a page."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-@dataclass(frozen=True)
-class DiskBlock:
-    """Bytes [start, stop) of a record, at `offset` of the file; full pages."""
-
-    start: int
-    stop: int
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -49,8 +39,8 @@ class FileLayout:
         """Where each record begins in the file, and at last where the file ends."""
         return tuple(accumulate((self.padded_bytes(i) for i in range(len(self.sizes_bytes))), initial=0))
 
-    def blocks(self, record: int) -> tuple[DiskBlock, ...]:
-        """What a record is read and written by."""
-        start, size = self.starts[record], self.padded_bytes(record)
-        cuts: Sequence[int] = (*range(0, size, self.block_bytes), size)
-        return tuple(DiskBlock(a, b, start + a) for a, b in zip(cuts, cuts[1:], strict=False))
+    def blocks(self, record: int) -> tuple[slice, ...]:
+        """The bytes of a record that are read and written at once; full pages."""
+        size = self.padded_bytes(record)
+        starts = range(0, size, self.block_bytes)
+        return tuple(slice(start, min(start + self.block_bytes, size)) for start in starts)

@@ -42,7 +42,8 @@ class Transfer:
         self._event: Event | None = None  # what it has returned
         self._until_handed = threading.Lock()
         self._until_handed.acquire()
-        self._watched_by: list[Link] = []
+        self.watched_by: list[Link] = []
+        """Links whose threads are woken when this is handed. Whether it is already, ask after an entry."""
         self.is_prefetch = is_prefetch
         """Whether demanded copies may overtake it: no thread waits for it, and no later copy relies on its order."""
         self.is_revoked = False
@@ -105,12 +106,9 @@ class Transfer:
     def _hand(self) -> None:
         self._is_handed = True
         self._until_handed.release()
-        for link in self._watched_by:
-            link.wake()
-
-    def watch(self, link: Link) -> None:
-        """Wake the thread of `link` when this is handed. Whether it is already, ask after this call."""
-        self._watched_by.append(link)
+        for link in self.watched_by:
+            with link._changed:
+                link._changed.notify_all()
 
     def roots(self) -> Iterator[Transfer]:
         """The copies that must end before its successors begin: itself, or, if revoked, those that it comes after."""
@@ -269,7 +267,7 @@ class Link:
                     new = {roots[-1] for roots in missing.values()} - watched
                     watched |= new
                     for root in new:
-                        root.watch(self)
+                        root.watched_by.append(self)
                     if not new:
                         self._waits = True
                         self._changed.wait(left_s)
@@ -297,11 +295,6 @@ class Link:
                 self._serving -= 1
                 self._last = transfer
                 self._changed.notify_all()
-
-    def wake(self) -> None:
-        """A copy that this link's thread may wait for has ended."""
-        with self._changed:
-            self._changed.notify_all()
 
     def _changed_until(self, is_so: Callable[[], bool]) -> bool:
         with self._changed:

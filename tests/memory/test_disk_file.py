@@ -75,10 +75,10 @@ def test_records_lie_one_after_the_other_on_whole_pages() -> None:
 @pytest.mark.parametrize("block_pages", [1, 2, 3, 100])
 def test_blocks_are_whole_pages_and_cover_the_file_once_in_order(block_pages: int) -> None:
     layout = FileLayout((5, 0, 4096, 4097, 100_000), block_bytes=block_pages * PAGE_BYTES)
-    blocks = [block for record in range(5) for block in layout.blocks(record)]
-    ends = [block.offset + block.stop - block.start for block in blocks]
-    assert [block.offset for block in blocks] == [0, *ends[:-1]] and ends[-1] == layout.starts[-1]
-    assert all(block.offset % PAGE_BYTES == 0 and block.stop % PAGE_BYTES == 0 for block in blocks)
+    blocks = [(layout.starts[i], block) for i in range(5) for block in layout.blocks(i)]
+    ends = [start + block.stop for start, block in blocks]
+    assert [start + block.start for start, block in blocks] == [0, *ends[:-1]]
+    assert ends[-1] == layout.starts[-1] and all(end % PAGE_BYTES == 0 for end in ends)
     assert all(layout.padded_bytes(i) - layout.sizes_bytes[i] in range(PAGE_BYTES) for i in range(5))
     assert max(map(layout.padded_bytes, range(5))) == 25 * PAGE_BYTES and FileLayout(()).starts[-1] == 0
 
@@ -293,7 +293,7 @@ def _lost(file: DiskFile) -> None:
 
 
 def _swapped(file: DiskFile) -> None:
-    first, second = (block.offset for block in LAYOUT.blocks(2)[:2])
+    first, second = (LAYOUT.starts[2] + block.start for block in LAYOUT.blocks(2)[:2])
     a, b = (os.pread(file._fds[0], 2 * PAGE_BYTES, at) for at in (first, second))
     os.pwrite(file._fds[0], b, first)
     os.pwrite(file._fds[0], a, second)
