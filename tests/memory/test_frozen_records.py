@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import colossal_lite as cl
+from colossal_lite.distributed import host_handshake
 from colossal_lite.engine.engine import Engine
 from colossal_lite.many.worker import Order, Worker
 from colossal_lite.memory.disk_layout import PAGE_BYTES
@@ -82,6 +83,20 @@ def test_equal_ones_are_one_and_its_memory_ends_with_the_last_user() -> None:
     for each in (other, named, again):
         records.give(each)
     assert records.taken_bytes == PAGE_BYTES
+
+
+def test_engines_of_one_process_share_them_where_processes_cannot() -> None:
+    with patch.object(host_handshake, "why_not", lambda: "this is darwin"):
+        records = FrozenRecords()
+        assert records.taken_bytes == 0 and records.handle() is None
+    one, same, other = taken(records, 1.0), taken(records, 1.0), taken(records, 2.0, "v", 5)
+    assert one is same and float(one.flat.sum()) == 3000.0 and float(other.flat.sum()) == 10.0
+    assert records.taken_bytes == pages(12000) + 2 * PAGE_BYTES
+    with pytest.raises(FrozenError, match="a: these frozen weights are shared with other engines"):
+        records.take_alone(one, "a")
+    for each in (one, same, other):
+        records.give(each)
+    assert records.taken_bytes == PAGE_BYTES and float(taken(records, 4.0).flat.sum()) == 12000.0
 
 
 @pytest.mark.parametrize("numel", [1, 7, 8, 4096])
