@@ -3,32 +3,22 @@
 Note: arenas.
 A buffer that exists for some moments of a step has a planned offset in an arena.  Two buffers that exist at once do
 not overlap (schedule/interval_packing.py), so the arena is as large as the worst moment.  Each kind of buffer has an
-arena or shares one.  It allocates through its own `ArenaAllocator`.  A model may leave the plan: parameters that no
-backward reaches hold their chunk open.  Its gradients then get further buffers, which are counted.  A wrong plan thus
-shows in `memory_report` and never changes a number.  `shrink` frees what a first micro-batch took beyond the plan.
+`ArenaAllocator`, with an arena of its own or a shared one.  A model may leave the plan: parameters that no backward
+reaches hold their chunk open.  Its gradients then get further buffers, which are counted.  A wrong plan thus shows in
+`memory_report` and never changes a number.  Planned and measured peaks are counted apart; in a right plan they are
+equal.
 
-Note: transfers and reuse.
+Transfers and reuse.
 Memory may be given back while transfers still read or write it.  `Arena.take` returns the transfers of the last users
 of its bytes, of any kind.  The next user waits for them.  Computing needs no entry.  It has finished, or comes first on
 the device's own stream, and transfers begin after it.  A collective is waited for before its bytes are given back.
 
-Note: what shares an arena.
+What shares an arena.
 Where weights or gradients are offloaded to the host, a step ends with its updates.  From the first update on
-(zero/memory_budget.py) these share one arena, as large as the larger of the two groups:
-- what backward needs: gradients that accumulate, parts received from other ranks, sums on their way to the host;
-- what an update does: records, weights and gradients fetched for it.
-Weights and gradients that share memory over time (schedule/step_moments.py) lie between them.  Before the first update
-only the buffers of backward share an arena.  Take a 124M GPT in bf16 on 2 ranks with all state on the host.  It needs
-354 MB instead of 765 at stage 3, and 315 instead of 724 at stage 2.  Not shared are
-- gathered weights (schedule/gather_plan.py): the next forward gathers its first weights while updates run.  One arena
-  would take 432 MB instead of 433, and 258 instead of 322 where state is on the device.  It would need moments that
-  only the first micro-batch shows;
-- records where they alone are off the device: they are fetched during backward and written back in the next forward;
-- messages of a pipeline, and whatever is on the host.
-
-Note: high water.
-Planned and measured peaks, the furthest bytes in use, are counted apart.  In a right plan both are equal.  Memory that
-is never taken, or for too long, is a wrong plan though no number is wrong.
+(zero/memory_budget.py) what backward needs and what updates need share one arena.  It is as large as the larger of the
+two.  So a 124M GPT in bf16 on 2 ranks with all state on the host needs 354 MB instead of 765 at stage 3.  Gathered
+weights (schedule/gather_plan.py) are not in it: the next forward gathers its first ones while updates run.  Nor are
+records where they alone are off the device, and messages of a pipeline.
 """
 
 from __future__ import annotations
@@ -102,8 +92,7 @@ class Arena:
 
 
 class ArenaAllocator:
-    """Allocates the buffers of one kind in an arena, each by its number, in the order of their live ranges. In an
-    arena of their own the reverse order is allowed too."""
+    """Allocates the buffers of one kind in an arena, each by its number, in the order of their live ranges."""
 
     def __init__(
         self, live_ranges: Sequence[LiveRange], dtype: torch.dtype, device: torch.device, arena: Arena | None = None, *,
@@ -130,8 +119,7 @@ class ArenaAllocator:
             self._own = self._arena = Arena(pack_live_ranges(live_ranges, 1), self._device)
 
     def join(self, arena: Arena | None) -> None:
-        """Allocate in `arena` from now on, and free the own one; None: in none until this is called again. No buffer
-        may be taken."""
+        """Free the own arena, and allocate in this one from now on; None: in none yet. No buffer may be taken."""
         self.shrink()
         self._own, self._arena = None, arena
 
@@ -216,8 +204,7 @@ def slots(
 
 
 class Pool:
-    """Lends equal buffers of `numel` elements, any one will do: `planned` from the start, more if needed.
-    Messages of a pipeline arrive in them."""
+    """Lends equal buffers of `numel` elements for messages: `planned` from the start, more if needed."""
 
     def __init__(self, numel: int, planned: int, dtype: torch.dtype, device: torch.device) -> None:
         self.numel = numel

@@ -88,25 +88,14 @@ class Chunk(WeightChunk, LocalShard):
     _sent: tuple[Transfer, ...] = ()
 
     def __init__(
-        self,
-        spec: ChunkSpec,
-        groups: Groups,
-        *,
-        types: ChunkTypes,
-        device: torch.device,
-        counted: Sequence[tuple[int, int]] | None = None,
-        sharding: Sharding = UNSHARDED,
-        staging: ArenaAllocator | None = None,
-        received: ArenaAllocator | None = None,
-        slot: int = 0,
-        square_sum: Op = TORCH.square_sum,
-        on_host: TaskRecords | None = None,
-        master_on_host: bool = False,
-    ) -> None:
-        """`groups`: the ranks that sum its gradient. `counted`: the elements whose squares this rank adds to the
+        self, spec: ChunkSpec, groups: Groups, *, types: ChunkTypes, device: torch.device,
+        counted: Sequence[tuple[int, int]] | None = None, sharding: Sharding = UNSHARDED,
+        staging: ArenaAllocator | None = None, received: ArenaAllocator | None = None, slot: int = 0,
+        square_sum: Op = TORCH.square_sum, on_host: TaskRecords | None = None, master_on_host: bool = False,
+    ) -> None:  # fmt: skip
+        """As `WeightChunk`, and `groups` sum its gradient. `counted`: the elements whose squares this rank adds to the
         norm; None is all. `staging` gives slots for gradients that are reduced by micro-batch, `received` slots for
-        the parts of other ranks. `on_host`: shards that can be offloaded are, to these records
-        (offload/shard_streaming.py). `master_on_host`: what masters have beside the weights is first filled there, for
+        the parts of other ranks. `master_on_host`: what masters have beside the weights is first filled there, for
         the optimizer that offloads it."""
         super().__init__(spec, groups, types=types, device=device, sharding=sharding, on_host=on_host)
         shards, copies = groups.shards, groups.copies
@@ -138,8 +127,7 @@ class Chunk(WeightChunk, LocalShard):
             make_pages(self.master_words)
 
     def _make_gradient(self, device: torch.device, *, can_rest: bool) -> None:
-        """Allocate the sum and begin a step without gradients. `can_rest`: the sum may be on the host, if it is of
-        what this rank owns."""
+        """Allocate the sum and begin a step. `can_rest`: a sum of what this rank owns may be on the host."""
         types, length = self.types, self.owned_numel
         self.accumulating: Tensor | None = None
         self.gradient_at_rest: Tensor | None = None
@@ -167,8 +155,7 @@ class Chunk(WeightChunk, LocalShard):
         self._among_copies: PendingCollective | None = None
         self._scratch: Tensor | None = None
         self._squares: tuple[Tensor, ...] = ()
-        """Squares of the first sum that left a GPU for the host, while it is the only one. So it need not be copied
-        back."""
+        """Squares of a sum that has left a GPU for the host, while it is the only one: it need not come back."""
 
     def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Values | None) -> None:
         super().adopt(parameters, initial)
@@ -216,8 +203,7 @@ class Chunk(WeightChunk, LocalShard):
 
     @property
     def update_bytes(self) -> int:
-        """Bytes that an update needs beside the state: a copy that shows changes, joined masters, widened
-        gradients."""
+        """Bytes that an update needs beside the state: a copy, joined masters, widened gradients."""
         length, state = self.owned_numel, self.types.state
         widened = cast_numel(length) * state.itemsize if self.types.gradient != state else 0
         if self.residual is None:
@@ -241,17 +227,12 @@ class Chunk(WeightChunk, LocalShard):
     # ---- turns ----
 
     def share_time(
-        self,
-        weights: ArenaAllocator | None,
-        gradients: ArenaAllocator | None,
+        self, weights: ArenaAllocator | None, gradients: ArenaAllocator | None,
         last_sums: tuple[ArenaAllocator, Link] | None,
-    ) -> None:
-        """Give weights and gradients that are offloaded time-shared memory of the device instead.
-
-        It is called between the last backward of a step and the update. Gradients are present then, and weights are
-        not: they are written before they are read. In the memory of `last_sums` a gradient that is on the host waits
-        for its update. The link brings it when the last of its sums is launched. No copy may be in flight.
-        """
+    ) -> None:  # fmt: skip
+        """Give weights and gradients that are offloaded time-shared memory of the device instead. It is called between
+        the last backward of a step and the update, where weights are written before they are read, with no copy in
+        flight. In the memory of `last_sums` a gradient that is on the host waits for its update. The link brings it."""
         if weights is not None:
             assert self.weights_at_rest is not None and not self.updates_weights
             self._weight_turns, self.weights_at_rest = weights, None
@@ -263,8 +244,7 @@ class Chunk(WeightChunk, LocalShard):
             summed, self.gradient = self.gradient, gradients.take_now(self._slot)
             self.gradient.copy_(to_device(summed, self.device))
             self._gone(GRADIENTS)
-        if last_sums is not None:
-            self._last_sums = last_sums
+        self._last_sums = last_sums or self._last_sums
 
     def time_shared(self, kind: str) -> bool:
         """Whether its "weights" or its "gradients" have time-shared memory."""
@@ -282,8 +262,7 @@ class Chunk(WeightChunk, LocalShard):
             self.local_shard = _nowhere(self.local_shard)
 
     def take_weights(self, *, is_whole: bool) -> None:
-        """Allocate the time-shared memory of the weights again, if they have some. `is_whole`: all of them are
-        written next."""
+        """Allocate the time-shared memory of the weights again, if any. `is_whole`: all of them are written next."""
         if self._weight_turns is not None and self.lacks_weights:
             self.local_shard = self._weight_turns.take_now(self._slot)[: self.local_shard.numel()]
             if not is_whole:
@@ -299,16 +278,15 @@ class Chunk(WeightChunk, LocalShard):
         if self._last_sums is None or self.gradient is not self.gradient_at_rest:
             return
         places, up = self._last_sums
+        if not self._sums:
+            self.gradient = places.take_now(self._slot)
+            return
         self.gradient, before = places.take(self._slot)
-        if self._sums:
-            after = (*before, *self._sent)
-            self._coming = up.copy(self.gradient, self.gradient_at_rest, after=after, prefetch=True)
-        else:
-            for transfer in before:
-                transfer.wait()
+        after = (*before, *self._sent)
+        self._coming = up.copy(self.gradient, self.gradient_at_rest, after=after, prefetch=True)
 
     def have_sums(self) -> None:
-        """Wait for the copy that `bring_sums` has started."""
+        """Wait for the copy of `bring_sums`."""
         if self._coming is not None:
             self._coming.wait()
             self._coming, self._sent = None, ()
@@ -458,8 +436,7 @@ class Chunk(WeightChunk, LocalShard):
         self._squares = tuple(self._squares_of(self.gradient))
 
     def free_gradient(self, *last: Transfer) -> None:
-        """Free the slot or the time-shared memory of the gradient, if it has one. Nothing reads it any more, or, of a
-        slot, only these transfers."""
+        """Free the slot or the time-shared memory of the gradient, if any. Only `last` may still read a slot."""
         if self.sharding.frees_gradient_on_update:
             self.gradient = self.gradient[:0]
             self._drop(*last)
@@ -518,14 +495,9 @@ class Chunk(WeightChunk, LocalShard):
 
     def _counted_spans(self, start: int = 0, stop: int | None = None) -> list[slice]:
         """Of elements [start, stop), those whose squares this rank counts, as slices of `gradient`."""
-        stop = self.spec.numel if stop is None else stop
-        spans = [self._share_of(max(first, start), min(last, stop)) for first, last in self._counted]
-        return [span for span in spans if span.start < span.stop]
-
-    def _share_of(self, first: int, last: int) -> slice:
-        """The elements of [first, last) in this rank's share, as a slice of `gradient`."""
-        start = self.owned[0]
-        return slice(max(first, self.share[0]) - start, min(last, self.share[1]) - start)
+        low, high = max(start, self.share[0]), min(self.spec.numel if stop is None else stop, self.share[1])
+        spans = ((max(first, low), min(last, high)) for first, last in self._counted)
+        return [slice(first - self.owned[0], last - self.owned[0]) for first, last in spans if first < last]
 
     def _sharded_sums(self) -> Tensor:
         """The part of `gradient` that has the sums scattered to this rank."""

@@ -1,12 +1,8 @@
 """Runs copies on a thread of the host or on a stream of a GPU, and waits for their end.
 
-Note: the only difference.
-memory/link.py and its users decide the copies, their order and their buffers.  That is the same everywhere.  A
-`CopyExecutor` does what differs.
-
+Note: the only difference.  memory/link.py decides the copies and their order, which are the same everywhere.
 On a *thread* a copy has ended when its work returns.  A thread that needs it waits there.  Reads and writes of files,
 sums on the host, and the emulation of a device behind a bus run so.
-
 On a *stream* work returns at once, and its end is an event.  The device's own stream waits for the event, and the host
 goes on.  A host that reads the bytes itself waits for the event (`ended`).  A copy begins after all computing issued
 before it was requested (`now`).  So it reads what was written by then, and overwrites nothing that is still read.
@@ -95,8 +91,7 @@ class CopyExecutor(ABC):
     def run(
         self, work: Callable[[], object], size_bytes: int, before: Sequence[Event], timeout_s: float
     ) -> Event | None:
-        """Run work that moves `size_bytes` after the events `before`: the event of its end, or None where it has
-        ended."""
+        """Run work that moves `size_bytes` after the events `before`: the event of its end; None: it has ended."""
 
     @abstractmethod
     def block_compute_until(self, handed: Callable[[], Event | None]) -> None:

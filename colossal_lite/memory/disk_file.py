@@ -2,24 +2,20 @@
 
 Note: the file.
 Every record that starts on disk has room from the start (`posix_fallocate`).  A disk that is too small thus fails
-before the first step.  The file is unlinked as soon as it is open, so it has no name.  No process can remove or cut it
-during the run.  It is gone when the process ends, however that ends.  `df` counts it, `ls` does not show it.  Every
-record has an offset in it.  Records that are elsewhere are holes, which take nothing (`give_back`).  A file system
-without holes in files holds the room until the end.
+before the first step.  The file is unlinked as soon as it is open.  No process can remove or cut it, and it is gone
+when the process ends, however that ends.  Records that are elsewhere are holes, which take nothing (`give_back`), where
+the file system has holes.
 
 `THREADS` threads read and write the blocks of a record at once.  They use `preadv` and `pwritev` on an `O_DIRECT` file
 descriptor, from and to pages in memory.  A system call may do only a part.  The rest is requested again, through the
 page cache if it begins off a page.  Without direct access everything passes the page cache, which is then emptied of
-it.
-Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3.
-
-Every block has a checksum, taken when it is written and compared at each read.  A page that was flipped, lost,
-misplaced or not yet written is an error, never a number.  The check is always on. crc32 runs at 2.8 GB/s a thread, in
-threads that wait for a disk of 1.5 GB/s.
+it.  Every block has a checksum, taken when it is written and compared at each read.  A page that was flipped, lost,
+misplaced or not yet written is an error, never a number.
 
 After a fault nothing is read or written any more: file and memory may be of different steps.  A system call that never
 returns keeps its thread and pages until exit.  Exit does not wait for it.
-Cost: `THREADS` threads, and the caller's buffers.
+Cost: `THREADS` threads, and the caller's buffers.  crc32 runs at 2.8 GB/s a thread.
+Source: ZeRO-Infinity, arXiv 2104.07857, section 6.3.
 """
 
 from __future__ import annotations
@@ -63,9 +59,8 @@ class DiskError(OSError):
 class DiskFile:
     """The records of `layout` in an unnamed file in `directory`. Raises DiskError where there is no room for it.
 
-    `label` distinguishes the files of one directory in messages. No wait is longer than `timeout_s`. `resting`: the
-    records that have room from the start, None: all.
-    """
+    `label`: for messages. No wait is longer than `timeout_s`. `resting`: the records that have room from the start,
+    None: all."""
 
     def __init__(
         self, directory: Path, layout: FileLayout, *, label: str, timeout_s: float = 600.0,
@@ -108,8 +103,7 @@ class DiskFile:
         self._all_blocks("written", record, source, self._write_block)
 
     def read(self, record: int, target: Tensor) -> None:
-        """Read a record into `target`: as `source` of `write`. Raises DiskError, also for bytes other than those last
-        written."""
+        """Read a record into `target`, as `source` of `write`. Raises DiskError, also for bytes not last written."""
         self._all_blocks("read", record, target, self._read_block)
 
     def make_room(self, record: int) -> None:

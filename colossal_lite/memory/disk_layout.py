@@ -13,8 +13,7 @@ from itertools import accumulate
 
 PAGE_BYTES = 4096
 BLOCK_BYTES = 8 * 2**20
-"""Bytes of one read or write: large enough for a disk's full speed, small enough that several are in flight for a
-record."""
+"""Bytes of one read or write: enough for a disk's full speed, and several are in flight for a record."""
 
 
 def whole_pages(size_bytes: int) -> int:

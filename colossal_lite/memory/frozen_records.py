@@ -77,9 +77,8 @@ class FrozenRecords:
     """The frozen weights of one host, as one process of it sees them."""
 
     def __init__(self, handle: FrozenHandle | None = None, holder: int = 0) -> None:
-        """`handle`: of the process that has the memory; None: this one, which reserves it with the first record.
-        `holder`: the bit of this process. Raises FrozenError for a handle of a process that has ended, or a bit that
-        there is not."""
+        """`handle`: of the process that has the memory; None: this one. `holder`: the bit of this process. Raises
+        FrozenError for a handle of a process that has ended, or for another bit."""
         if not 0 <= holder < MOST_HOLDERS:
             raise FrozenError(f"frozen: holder={holder}; legal: 0 to {MOST_HOLDERS - 1}")
         self._bit, self._space = 1 << holder, None if handle is None else _opened(handle)

@@ -3,8 +3,7 @@
 Note: one arena for all tasks of a device, as large as the largest plan of one task.  A slot has the offset of the plan.
 It keeps what was copied there until another chunk takes some of its bytes.  An engine that asks for the same record at
 the same offset finds it, and waits for the same copy.  Tasks that run by turns (schedule/abreast.py) so load a stage
-once for all.  A task that begins where another has ended finds the stage of that end.
-No engine may take bytes that another still reads.  Plans of tasks by turns never do, and any other is an error.
+once for all.  No engine may take bytes that another still reads; plans of tasks by turns never do.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class FrozenSlots:
 
     @property
     def bytes(self) -> int:
-        """Of the arena."""
         return 0 if self.arena is None else self.arena.nbytes
 
     def reserve(self, size_bytes: int, device: torch.device) -> None:
@@ -55,8 +53,7 @@ class FrozenSlots:
     def take(
         self, record: FrozenRecord, start_bytes: int, copy: Callable[[Tensor], Transfer]
     ) -> tuple[Tensor, Transfer]:
-        """The slot of a record, and the copy that fills it, which `copy` begins if it is not there. Raises RuntimeError
-        if another engine reads these bytes."""
+        """The slot of a record, and the copy that fills it, which `copy` begins if need be. Raises RuntimeError."""
         stop_bytes = start_bytes + record.flat.nbytes
         assert self.arena is not None and stop_bytes <= self.bytes
         view = self.arena[start_bytes:stop_bytes].view(record.flat.dtype)

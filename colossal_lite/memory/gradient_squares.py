@@ -28,10 +28,8 @@ def blocks_of(entry: Entry) -> int:
 def block_squares_of(
     gradient: Tensor, entry: Entry, spans: Sequence[slice], first: int, device: torch.device
 ) -> Tensor:
-    """Squares [blocks] of the norms of an entry's blocks, float64, on the device; zero where `spans` has no element.
-
-    `first`: the element of the chunk with which `gradient` begins. `spans`: slices of `gradient` within the entry.
-    """
+    """Squares [blocks] of the norms of an entry's blocks, float64, on the device; zero where `spans`, slices of
+    `gradient`, has no element. `gradient` begins with element `first` of the chunk."""
     out = torch.zeros(blocks_of(entry), dtype=torch.float64, device=device)
     for span in spans:
         offset = span.start + first - entry.start

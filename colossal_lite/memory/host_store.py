@@ -7,8 +7,6 @@ that others have mapped remains.  When the owner drops a task, readers see that 
 
 Frozen weights are not a task's own.  Engines of one store that have equal ones share their memory
 (memory/frozen_records.py), also with engines of other processes.  It is freed when the last of these engines closes.
-
-An engine without a store of its user has one of its own, which ends with it.
 Cost: a descriptor and a mapping for each task.  A system without memfd cannot share.
 Source: Hydra's host segment, arXiv 2110.08633.
 """
@@ -77,8 +75,7 @@ class HostStore:
         return records
 
     def handle(self, task: str) -> Handle:
-        """A small value, to be pickled, with which a process of this user on this host attaches. Raises
-        StoreError."""
+        """A small value, to be pickled, with which a process of this user on this host attaches. Raises StoreError."""
         space = self.records(task).space
         return Handle(task, os.getpid(), space.descriptor, f"{space.words[MARK]:x}")
 
@@ -107,13 +104,12 @@ class HostStore:
             self._of(name).on_flush()
 
     def taken_bytes(self, task: str) -> int:
-        """Bytes of host memory of a task's records: each rounded up to a page, and 64 bytes for each. Frozen weights
-        are in none of them."""
+        """Bytes of host memory of a task's records, frozen weights left out (memory/shared_records.py)."""
         return self._of(task).taken_bytes
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes of host memory of the frozen weights of all tasks: each rounded up to a page, and 64 for each."""
+        """Bytes of host memory of the frozen weights of all tasks."""
         return self.frozen.taken_bytes
 
     def drop(self, task: str) -> None:

@@ -1,9 +1,7 @@
 """Copies between two tiers in one direction, in order, by a thread or a stream of a GPU.
 
 Note: what travels in a step goes over a `Link`, each copy with a `Transfer` to wait for.  Two links run at once, so
-both directions of a bus are in use.  On one machine a link can be given a speed.  It then emulates a device behind a
-bus.  Every order of copies, waits and reuse of buffers is tested without one.
-
+both directions of a bus are in use.
 Order.  Demanded copies run in order on a link; sums and written records rely on it.  A prefetch names the copies that
 it comes after, and runs in order among prefetches.  A demanded copy may overtake it, and it can be revoked.  Waiting
 for a prefetch demands it, and everything before it.  There is no deadlock: a copy follows only copies that were
@@ -141,8 +139,7 @@ class Transfer:
 
 
 class Link:
-    """One direction between two tiers. It copies one after the other, in the order of the requests. A demanded copy
-    overtakes prefetches as soon as it waits for nothing."""
+    """One direction between two tiers. It copies one after the other, in the order of the Note."""
 
     def __init__(self, name: str, executor: CopyExecutor, *, timeout_s: float = 600.0) -> None:
         self.name, self.executor, self.timeout_s = name, executor, timeout_s
@@ -225,8 +222,7 @@ class Link:
             self._last.finish()
 
     def close(self) -> None:
-        """Finish the copies in flight; none may be requested any more. One that does not end in time is abandoned
-        with a warning."""
+        """Finish the copies; none may be requested any more. One that ends too late is abandoned with a warning."""
         self.executor.skip_emulated_delay()
         if not self._changed_until(lambda: not self._queue and not self._serving):
             warnings.warn(

@@ -29,9 +29,7 @@ class LocalShard:
         return self.master is self.local_shard or self.residual is not None
 
     def weights_to_write(self, start: int, stop: int) -> Tensor | None:
-        """The weights that an update of master elements [start, stop) writes beside the masters.
-
-        None if they are the masters or half of their bits."""
+        """The weights that an update of master elements [start, stop) writes beside the masters, if any."""
         return None if self.updates_weights else self.local_shard[start:stop]
 
     def halves(self, local: slice) -> tuple[Tensor, Tensor, Tensor]:

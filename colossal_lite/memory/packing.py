@@ -7,11 +7,9 @@ is.  Every entry starts on an aligned element.  An entry of a block or more star
 within one.  A chunk's length is a multiple of `parts * shard_numel`, where `parts` ranks sum its gradient.  So it cuts
 into equal shards for any divisor of `parts`.  `shard_numel` is `SHARD_ALIGN_NUMEL`.  With `ordered` a sum over blocks
 has the same bits for any chunk size.  Then it is `SHARD_BLOCK_NUMEL`, and no shard cuts a block of an entry.  The
-result is plain data, the same on every rank.  No byte is moved here.
-
+result is plain data, the same on every rank.
 Only alignment wastes memory.  With 64 elements a shard it is under 1 % for all sizes of GPT-2, up to 512 ranks.  By
-blocks it is at most `parts * SHARD_BLOCK_NUMEL` elements a chunk, half of that on average.  So it is under 1 % up to 32
-ranks at 124 million, up to 128 at 1.3 thousand million.  Equal shards of full blocks allow no less.
+blocks it is under 1 % up to 32 ranks at 124 million, up to 128 at 1.3 thousand million.
 """
 
 from __future__ import annotations
@@ -119,11 +117,8 @@ def pack(
     shard_numel: int = SHARD_BLOCK_NUMEL,
 ) -> tuple[ChunkSpec, ...]:
     """Place `items`, given in forward order, into chunks of about `target_numel` elements. Those of a key cut into
-    `parts(key)` shards of a multiple of `shard_numel` elements.
-
-    A parameter larger than the target gets a chunk of its own; keys never mix.  Chunks are numbered by the forward
-    position of their first entry.
-    """
+    `parts(key)` shards of a multiple of `shard_numel` elements. A larger parameter gets a chunk of its own; keys never
+    mix.  Chunks are numbered by the forward position of their first entry."""
     assert target_numel > 0 and shard_numel > 0
     assert len({item.name for item in items}) == len(items), "a parameter is packed once"
     open_entries: dict[ChunkKey, list[Entry]] = {}

@@ -73,8 +73,7 @@ def mapped(size_bytes: int) -> Tensor:
 
 
 def locked(room: Tensor, runtime: Any, beside: torch.device) -> Tensor:
-    """`room`, its pages locked by CUDA's `runtime` until they are freed. Where that fails, a copy in torch's pinned
-    memory."""
+    """`room`, its pages locked by CUDA's `runtime` until they are freed; or else a copy in torch's pinned memory."""
     error = lock(room, runtime)
     if error == 0:
         return room

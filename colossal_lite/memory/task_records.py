@@ -10,7 +10,6 @@ in the record (`commit`).  `commit` adds one to the version.  Version and pendin
 written before the first byte and after the last one.  A reader that finds the same word, not pending, before and after
 its copy has a record of one version.  Any other reader tries again or raises.  `HostStore.flush` makes the owner's
 engine run its deferred updates.  `Records.flush` waits for that.  Gradients are pending while an engine sums in them.
-Cost: two writes of a word for each update.
 Source: sequence locks, Lameter, Gelato 2005.
 """
 
@@ -20,7 +19,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +81,7 @@ class Records:
         return bool(self._state(self._index(chunk, kind)) & PENDING)
 
     def read(self, chunk: int, kind: str = OPTIMIZER, *, timeout_s: float = 0.0) -> Snapshot:
-        """A copy of one version of a record. Raises StoreError if there is none, or if its update is still pending
-        after `timeout_s`."""
+        """A copy of one version of a record. Raises StoreError: there is none, or it is pending after `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         while True:
             index = self._index(chunk, kind)
@@ -95,26 +93,19 @@ class Records:
                     after = self._state(index), self.space.word(index, USES)
                 if after == before and before[0] & LIVE:
                     return Snapshot(self.task, chunk, kind, before[0] >> VERSION, flat)
-            if (left_s := end_s - time.monotonic()) <= 0:
-                raise self._too_late([(chunk, kind)], timeout_s)
-            time.sleep(min(POLL_S, left_s))
+            self._pause([(chunk, kind)], end_s, timeout_s)
 
     def flush(self, *, timeout_s: float = 0.0) -> None:
-        """Wait until no update is pending, gradients left out. Raises StoreError after `timeout_s` with the pending
-        records."""
+        """Wait until no update is pending, gradients left out. Raises StoreError after `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         while late := self._pending():
-            if (left_s := end_s - time.monotonic()) <= 0:
-                raise self._too_late(late, timeout_s)
-            time.sleep(min(POLL_S, left_s))
+            self._pause(late, end_s, timeout_s)
 
     def view(self, chunk: int, kind: str = OPTIMIZER, *, runtime: Any = None) -> Tensor:
         """The memory of a record itself [numel].
 
-        With CUDA's `runtime` (`torch.cuda.cudart()`) it is locked while the tensor lives, for asynchronous copies to
-        a device. Its bytes are of one version only if `version` is the same before and after, and nothing is pending.
-        Raises StoreError.
-        """
+        With CUDA's `runtime` (`torch.cuda.cudart()`) it is locked while the tensor lives. Its bytes are of one version
+        only if `version` is the same before and after, and nothing is pending. Raises StoreError."""
         flat = self._flat(self._index(chunk, kind))
         if runtime is not None and (error := lock(flat, runtime)):
             raise StoreError(f"task {self.task!r}: ({chunk}, {kind!r}) cannot be locked (CUDA error {error})")
@@ -154,10 +145,13 @@ class Records:
     def _flat(self, index: int) -> Tensor:
         return self.space.flat(index, DTYPES[self.space.word(index, DTYPE)])
 
-    def _too_late(self, names: Collection[tuple[int, str]], timeout_s: float) -> StoreError:
-        first = ", ".join(f"({chunk}, {kind!r})" for chunk, kind in list(names)[:4])
+    def _pause(self, names: Sequence[tuple[int, str]], end_s: float, timeout_s: float) -> None:
+        """Wait a moment for these records. Raises StoreError after `end_s`."""
+        if (left_s := end_s - time.monotonic()) > 0:
+            return time.sleep(min(POLL_S, left_s))
+        first = ", ".join(f"({chunk}, {kind!r})" for chunk, kind in names[:4])
         has_ended = "" if os.path.exists(f"/proc/{self.pid}") else ", which has ended and will not make it"
-        return StoreError(
+        raise StoreError(
             f"task {self.task!r}: an update of {first}{', ...' if len(names) > 4 else ''} is owed or on its way by "
             f"process {self.pid}{has_ended}, after {timeout_s:g} s; legal: HostStore.flush there, or a longer timeout_s"
         )
@@ -177,12 +171,8 @@ class TaskRecords:
     """Allocates and writes the records of one task, in the engine that has it open."""
 
     def __init__(
-        self,
-        task: str,
-        beside: torch.device,
-        frozen: FrozenRecords | None = None,
-        slots: FrozenSlots | None = None,
-    ) -> None:
+        self, task: str, beside: torch.device, frozen: FrozenRecords | None = None, slots: FrozenSlots | None = None
+    ) -> None:  # fmt: skip
         """`beside`: the device that copies from and to them; on meta no record has memory. `frozen`: where frozen
         weights are shared; None: with no other engine. `slots`: where they are shared on the device; None: nowhere."""
         self.task, self.beside = task, beside
@@ -314,8 +304,7 @@ class TaskRecords:
     # ---- versions ----
 
     def begin(self, chunk: int, kind: str = OPTIMIZER) -> None:
-        """Mark a record as pending before it is written, unless an update of it is pending already. No record:
-        nothing."""
+        """Mark a record, if there is one, as pending before it is written, unless it is pending already."""
         self._set(chunk, kind, lambda due: max(due, 1))
 
     def defer(self, chunk: int, kind: str = OPTIMIZER) -> None:
@@ -370,8 +359,7 @@ class TaskRecords:
         self.kept, self.is_open, self.is_blank, self.on_flush = kept, False, False, nothing
 
     def close(self) -> None:
-        """Drop the records: no process can attach any more, and readers raise. The memory is freed with its last
-        tensor."""
+        """Drop the records: no process can attach any more, and readers raise."""
         self._give_all_frozen()
         if self.shared is not None:
             for index in self._entries.values():

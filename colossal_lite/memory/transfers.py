@@ -1,8 +1,6 @@
 """Copies tensors between devices and tiers once: initial values, buffers, batches; and lends buffers to links.
 
-Note: this file and `link` are the only ones that copy between devices.  `link` does the copies of a step.  `Buffers`
-lends equal buffers, `ArenaAllocator` (memory/arena.py) buffers of different sizes, both with the transfers that still
-use them.
+Note: this file and `link`, which does the copies of a step, are the only ones that copy between devices.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """The tensor that was `sent`, to be read without waiting for the device. Else, or if it was changed since, the
-    tensor itself."""
+    """What the host has of a tensor that was `sent` and not changed since; else the tensor itself."""
     host, version = getattr(tensor, _SENT, (None, 0))
     return tensor if host is None or version != tensor._version else host
 
@@ -76,36 +73,26 @@ def buffers_to_device(module: nn.Module, device: torch.device) -> None:
 
 
 class Buffers:
-    """Lends equal buffers that transfers fill and empty, the one given back first is lent first.
-
-    A buffer is in use while it is taken. After that it counts while its last transfer is the last of its link. A link
-    copies one after the other. So earlier transfers are done, or the plan would make it wait.
-    """
+    """Lends equal buffers that transfers fill and empty, the one given back first is lent first. One that was given
+    back counts as in use while its last transfer is the last of its link."""
 
     def __init__(self, buffers: Iterable[Tensor]) -> None:
         self._free: deque[tuple[Tensor, tuple[Transfer, ...]]] = deque((one, ()) for one in buffers)
         self._count = len(self._free)
         self._leaving: dict[str, Transfer] = {}  # link -> the last transfer of a buffer given back
-        self._each_bytes = self._free[0][0].nbytes if self._free else 0
-        self.most_taken = 0
-        """Most buffers in use at once so far."""
-
-    @property
-    def most_bytes(self) -> int:
-        """Bytes of those."""
-        return self.most_taken * self._each_bytes
+        self.most_bytes = 0
+        """Most bytes of buffers in use at once so far."""
 
     def __len__(self) -> int:
         return self._count
 
     def take(self, *after: Transfer) -> tuple[Tensor, tuple[Transfer, ...]]:
-        """A buffer, and the transfers after which it may be written. `after`: transfers that the writer waits for
-        anyway."""
+        """A buffer, and the transfers after which it may be written. The writer waits for `after` too."""
         assert self._free, "the plan takes more buffers than there are"
         buffer, before = self._free.popleft()
         self._leaving = {name: t for name, t in self._leaving.items() if t not in (*before, *after)}
-        held = self._count - len(self._free)
-        self.most_taken = max(self.most_taken, held + len(set(self._leaving.values())))
+        in_use = self._count - len(self._free) + len(set(self._leaving.values()))
+        self.most_bytes = max(self.most_bytes, in_use * buffer.nbytes)
         return buffer, before
 
     def give(self, buffer: Tensor, *last: Transfer) -> None:
@@ -119,11 +106,9 @@ class Buffers:
 
 
 class GradientOffloadBuffer:
-    """Sends sums from the device to the host through buffers on the device, so that the sender need not wait.
-
-    A thread adds on the host as it copies. A stream cannot: its sums are copied to `landings` [numel] on the host,
-    and `adds` adds them from there.
-    """
+    """Sends sums from the device to the host through buffers on the device, so that the sender need not wait. A thread
+    adds on the host as it copies. A stream cannot: its sums are copied to `landings` [numel] on the host, and the
+    link `adds` adds them from there."""
 
     def __init__(
         self, down: Link, adds: Link, places: ArenaAllocator, landings: Iterable[Tensor] = ()

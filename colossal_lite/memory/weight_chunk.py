@@ -37,10 +37,8 @@ Values = Callable[[str, int, int], Tensor]
 
 
 class OwnChanges:
-    """Versions of parameters, as the engine's own changes have made them.
-
-    Parameters that are views of one tensor, such as the parts of `w.chunk(3)`, have one version in torch. It counts the
-    changes of all of them, in whatever chunks they are."""
+    """Versions of parameters, as the engine's own changes have made them. Parameters that are views of one tensor, such
+    as the parts of `w.chunk(3)`, have one version in torch, in whatever chunks they are."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._names = {parameter: name for name, parameter in parameters.items()}
@@ -103,10 +101,7 @@ LEGAL_WEIGHT = {
 
 @dataclass(frozen=True)
 class SavedView:
-    """Offset of a tensor in the weights of a chunk, to rebuild the view wherever the weights are then.
-
-    `offset` in elements of `dtype` from the start of the chunk; `version` of the weights at that time.
-    """
+    """Offset of a tensor in the weights of a chunk, in elements of `dtype`, to rebuild the view wherever they are."""
 
     chunk: WeightChunk
     offset: int
@@ -139,8 +134,7 @@ class Groups:
     near: Communicator
 
     def scatterers(self, *, ordered: bool) -> Communicator:
-        """The ranks that scatter a sum among themselves: all, if it is one sum in rank order, else those of a
-        copy."""
+        """The ranks that scatter a sum among themselves: all for one sum in rank order, else those of a copy."""
         return self.all if ordered else self.shards
 
 
@@ -213,8 +207,7 @@ class WeightChunk:
         return self.types.resting_bytes(kept.numel())
 
     def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Values | None) -> None:
-        """Make each entry's parameter a view of `full_weight`, with its initial value; None: values are loaded
-        later."""
+        """Make each entry's parameter a view of `full_weight`, with its initial value; None: it is loaded later."""
         self._parameters = [parameters[entry.name] for entry in self.spec.entries]
         if not self.changes.has(self._parameters):
             self.changes = OwnChanges({entry.name: parameters[entry.name] for entry in self.spec.entries})
@@ -235,8 +228,7 @@ class WeightChunk:
         self._fill(entry, lambda start, stop: flat[start:stop], max(flat.numel(), 1))
 
     def _fill(self, entry: Entry, values: Callable[[int, int], Tensor], block_numel: int) -> None:
-        """Set one entry's weight, and its master, from elements [start, stop) of it. Only what is stored here is
-        asked for, a block at a time."""
+        """As `load`, from elements [start, stop) of it. Only what is stored here is asked for, a block at a time."""
         assert self.weights is (WeightState.SHARDED if self.is_sharded else WeightState.WHOLE)
         local, first = self.part_of(entry) or (slice(0, 0), 0)
         last = first + local.stop - local.start
@@ -282,14 +274,11 @@ class WeightChunk:
 
     def replaced(self) -> str | None:
         """The name of a parameter that others have given other data (`p.data = ...`)."""
-        for entry, parameter in zip(self.spec.entries, self._parameters, strict=True):
-            if storage_of(parameter) != self._storage:
-                return entry.name
-        return None
+        each = zip(self.spec.entries, self._parameters, strict=True)
+        return next((entry.name for entry, parameter in each if storage_of(parameter) != self._storage), None)
 
     def lost_change(self) -> str | None:
-        """The name of a parameter that was replaced. Or that others have changed in place, where the next gather or
-        update undoes it."""
+        """As `replaced`, or one that others have changed in place where the next gather or update undoes it."""
         if name := self.replaced():
             return name
         if self.takes_changes and self.weights is WeightState.WHOLE:
@@ -401,8 +390,7 @@ class WeightChunk:
         self.move_weights(WeightState.WHOLE)
 
     def keep(self) -> None:
-        """Make gathered weights permanent: the run is over. Those that rest on the host stay there: all of them may be
-        more than the device holds."""
+        """Make gathered weights permanent: the run is over. Those that rest on the host stay there, for their size."""
         self.is_sharded = False
         assert self._value is not None
         if self.weights_at_rest is not None and self.weights_at_rest.device != self._value.device:
@@ -477,15 +465,13 @@ class WeightChunk:
         return slice(first - self.owned[0], last - self.owned[0]), first - entry.start
 
     def of(self, buffer: Tensor, entry: Entry, shape: torch.Size) -> Tensor:
-        """One entry's part of a full flat buffer [numel], in the parameter's shape. In one call of torch: a step makes
-        two for each parameter."""
+        """One entry's part of a flat buffer [numel], in the parameter's shape: by one call, as it is made often."""
         assert shape.numel() == entry.stop - entry.start and entry.stop <= buffer.numel()
         assert buffer.stride() == (1,)
         return buffer.as_strided(shape, _strides(shape), buffer.storage_offset() + entry.start)
 
     def whole(self, owned: Tensor) -> Tensor:
-        """Gathers all elements [numel] of a buffer whose parts [owned] the ranks hold. Collective where it is
-        sharded."""
+        """All elements [numel] of a buffer whose parts [owned] the ranks hold. Collective where it is sharded."""
         return owned if owned.numel() == self.spec.numel else self.shards.all_gather(owned)
 
 

@@ -162,9 +162,9 @@ def _copies_summed_too_early(original: Any, self: Any, **more: Any) -> None:
     original(self, **more | dict(ends=True))
 
 
-def _every_copy_counts_its_shard(original: Any, self: Any, first: int, last: int) -> slice:
+def _every_copy_counts_its_shard(original: Any, self: Any, *span: int) -> list[slice]:
     self.share = self.shard
-    return original(self, first, last)
+    return original(self, *span)
 
 
 def _shard_of_the_next_rank(original: Any, self: Any) -> None:
@@ -185,7 +185,7 @@ HYBRID_ORDER = replace(
 FAULTS_HYBRID: Faults = {
     "copies are not summed": (HYBRID_WEIGHTS, "Chunk.start_copies", _copies_not_summed),
     "copies are summed before the last": (HYBRID_WEIGHTS, "GradientHooks.begin", _copies_summed_too_early),
-    "each copy counts in the norm": (HYBRID_WEIGHTS, "Chunk._share_of", _every_copy_counts_its_shard),
+    "each copy counts in the norm": (HYBRID_WEIGHTS, "Chunk._counted_spans", _every_copy_counts_its_shard),
     "a copy's shards have wrong owners": (HYBRID_WEIGHTS, "Chunk.conclude", _shard_of_the_next_rank),
     "in order, sums of copies alone": (HYBRID_ORDER, "Chunk._gather_sums", _sums_of_copies_alone),
 }
