@@ -313,11 +313,11 @@ class TaskRecords:
 
     def commit(self, chunk: int, kind: str = OPTIMIZER, *, version: int | None = None) -> None:
         """Count one finished update: the next version, or a given one. Any thread may call it."""
-        self._set(chunk, kind, _one_less, lambda old: old + 1 if version is None else version)
+        self._set(chunk, kind, lambda due: due - 1, lambda old: old + 1 if version is None else version)
 
     def cancel(self, chunk: int, kind: str = OPTIMIZER) -> None:
         """Count one pending update less, which has written nothing and will not run."""
-        self._set(chunk, kind, _one_less)
+        self._set(chunk, kind, lambda due: due - 1)
 
     def _set(
         self, chunk: int, kind: str, due: Callable[[int], int], version: Callable[[int], int] = int
@@ -326,7 +326,7 @@ class TaskRecords:
         if (index := self._entries.get((chunk, kind))) is not None:
             space = self._space()
             with self._lock:  # a fence: the bytes are written before the word
-                left = self._due[index] = due(self._due.get(index, 0))
+                left = self._due[index] = max(due(self._due.get(index, 0)), 0)
                 now = version(space.word(index, STATE) >> VERSION)
                 space.set(index, STATE, now << VERSION | (PENDING if left else 0) | LIVE)
 
@@ -368,10 +368,6 @@ class TaskRecords:
         self._entries.clear()
         self._rooms.clear()
         self.shared, self.is_open = None, False
-
-
-def _one_less(due: int) -> int:
-    return max(due - 1, 0)
 
 
 def nothing() -> None:

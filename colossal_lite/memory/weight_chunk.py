@@ -154,6 +154,10 @@ class WeightChunk:
         self._records = on_host
         self.types, dtype = types, types.compute
         self._nowhere = torch.full((), torch.nan, dtype=dtype, device=device)
+        self.placeholder = storage_of(self._nowhere)
+        """Identity of the storage that parameters have while the weights are not gathered."""
+        self.device = self._nowhere.device
+        """That computes with the weights."""
         self.is_sharded = sharding.weight and (self.shards.size > 1 or on_host is not None)
         rests = self.is_sharded and on_host is not None
         kept = self._room(WEIGHTS, self.owned_numel if self.is_sharded else spec.numel, dtype, rests=rests)
@@ -175,11 +179,6 @@ class WeightChunk:
         self._incoming: Transfer | None = None
         self.going_home: Transfer | None = None
         """The last copy of updated weights to `weights_at_rest`: what reads these comes after it."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device that computes with the weights."""
-        return self._nowhere.device
 
     def _room(self, kind: str, numel: int, dtype: torch.dtype, *, rests: bool) -> Tensor:
         """Allocate a shard: in the records on the host if it `rests` there, else on the device."""
@@ -305,11 +304,7 @@ class WeightChunk:
         self.move_weights(WeightState.SHARDED)
         self._hide_own()
         self.move_weights(WeightState.GATHERING)
-        self._gathering = self._gather(self.shards, self.local_shard, self.full_weight)
-
-    def _gather(self, ranks: Communicator, part: Tensor, whole: Tensor) -> PendingCollective:
-        """Gather parts into `whole` [numel]: the one place where weights are sent, in its dtype."""
-        return ranks.all_gather_async(part, whole)
+        self._gathering = self.shards.all_gather_async(self.local_shard, self.full_weight)
 
     def unshard(self, slot: Tensor, part: Tensor | None = None) -> None:
         """Start to gather sharded weights into `slot` [numel], lent until `reshard`. With `part`, from the parts that
@@ -326,7 +321,7 @@ class WeightChunk:
         self.move_weights(WeightState.GATHERING)
         self._value = slot
         ranks, own = (self.shards, self.local_shard) if part is None else (self.groups.near, part)
-        self._gathering = self._gather(ranks, own, slot)
+        self._gathering = ranks.all_gather_async(own, slot)
 
     @property
     def part_numel(self) -> int:
@@ -357,7 +352,7 @@ class WeightChunk:
         if self.shards.size > 1:
             self._finish_fetch()
         self.move_weights(WeightState.GATHERING)
-        self._gathering = self._gather(self.shards, self.full_weight[slice(*self.shard)], self.full_weight)
+        self._gathering = self.shards.all_gather_async(self.full_weight[slice(*self.shard)], self.full_weight)
 
     def _finish_fetch(self) -> None:
         if self._incoming is not None:
@@ -407,11 +402,6 @@ class WeightChunk:
             return None
         offset = start_bytes // tensor.itemsize
         return SavedView(self, offset, tensor.shape, tensor.stride(), tensor.dtype, self.version)
-
-    @property
-    def placeholder(self) -> int:
-        """Identity of the storage that parameters have while the weights are not gathered."""
-        return storage_of(self._nowhere)
 
     @property
     def seen_in(self) -> int:
