@@ -16,7 +16,7 @@ the device's own stream, and transfers begin after it.  A collective is waited f
 What shares an arena.
 Where weights or gradients are offloaded to the host, a step ends with its updates.  From the first update on
 (zero/memory_budget.py) what backward needs and what updates need share one arena.  It is as large as the larger of the
-two.  So a 124M GPT in bf16 on 2 ranks with all state on the host needs 354 MB instead of 765 at stage 3.  Gathered
+two.  A 124M GPT in bf16 on 2 ranks at stage 3, all on the host, so needs 354 MB instead of 765.  Gathered
 weights (schedule/gather_plan.py) are not in it: the next forward gathers its first ones while updates run.  Nor are
 records where they alone are off the device, and messages of a pipeline.
 """

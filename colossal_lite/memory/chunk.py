@@ -155,7 +155,7 @@ class Chunk(WeightChunk, LocalShard):
         self._among_copies: PendingCollective | None = None
         self._scratch: Tensor | None = None
         self._squares: tuple[Tensor, ...] = ()
-        """Squares of a sum that has left a GPU for the host, while it is the only one: it need not come back."""
+        """Squares of a first sum that has left a GPU for the host, and so need not come back."""
 
     def adopt(self, parameters: Mapping[str, nn.Parameter], initial: Values | None) -> None:
         super().adopt(parameters, initial)
@@ -231,8 +231,8 @@ class Chunk(WeightChunk, LocalShard):
         last_sums: tuple[ArenaAllocator, Link] | None,
     ) -> None:  # fmt: skip
         """Give weights and gradients that are offloaded time-shared memory of the device instead. It is called between
-        the last backward of a step and the update, where weights are written before they are read, with no copy in
-        flight. In the memory of `last_sums` a gradient that is on the host waits for its update. The link brings it."""
+        the last backward of a step and the update, with no copy in flight. The next use of weights writes them. In the
+        memory of `last_sums` a gradient that is on the host waits for its update. The link brings it."""
         if weights is not None:
             assert self.weights_at_rest is not None and not self.updates_weights
             self._weight_turns, self.weights_at_rest = weights, None

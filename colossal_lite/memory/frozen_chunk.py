@@ -58,7 +58,7 @@ class FrozenChunk(WeightChunk):
         super().adopt(parameters, None)
 
     def _blocks(self, initial: Values) -> Iterator[tuple[Entry, slice, Tensor]]:
-        """This rank's part of each parameter, a block at a time: the elements of the shard, and values on the host."""
+        """This rank's part of each parameter by blocks: the elements of the shard, and values on the host."""
         for entry in self.spec.entries:
             local, first = self.part_of(entry) or (slice(0, 0), 0)
             for start in range(local.start, local.stop, BLOCK_NUMEL):

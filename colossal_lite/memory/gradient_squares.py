@@ -28,8 +28,8 @@ def blocks_of(entry: Entry) -> int:
 def block_squares_of(
     gradient: Tensor, entry: Entry, spans: Sequence[slice], first: int, device: torch.device
 ) -> Tensor:
-    """Squares [blocks] of the norms of an entry's blocks, float64, on the device; zero where `spans`, slices of
-    `gradient`, has no element. `gradient` begins with element `first` of the chunk."""
+    """Squares [blocks] of the norms of an entry's blocks, float64, on the device; zero outside `spans`, slices of
+    `gradient`, which begins with element `first` of the chunk."""
     out = torch.zeros(blocks_of(entry), dtype=torch.float64, device=device)
     for span in spans:
         offset = span.start + first - entry.start

@@ -1,8 +1,8 @@
 """Finds room for records in one shared mapping with a directory of them, and frees it.
 
 Note: the mapping.
-It is a memfd like that of distributed/send_buffer.py.  Addresses for all of the host's memory are reserved at once, and
-a page is taken when it is first written.  Each record starts on a page, and its size is rounded up to pages.  A
+It is a memfd like that of distributed/send_buffer.py.  Addresses for all of the host's memory are reserved at once.  A
+page is taken when it is first written.  Each record starts on a page, and its size is rounded up to pages.  A
 directory of 64 bytes a record comes first.  `taken_bytes` is 64 (records + 1) and the bytes of each record, each
 rounded up to pages.  Where memory cannot be shared, each record has memory of its own.
 """
@@ -94,8 +94,8 @@ class RecordSpace:
         at = next((i for i, (start, stop) in enumerate(self._gaps) if stop - start >= taken_bytes), None)
         if at is None or index > MOST_RECORDS:
             raise ValueError(
-                f"{self.name}: {count:,} records have no room for one more of {size_bytes:,} bytes; legal: at most "
-                f"{MOST_RECORDS:,} in {_capacity_bytes():,} bytes of addresses, so larger chunks or a smaller model"
+                f"{self.name}: no room for {size_bytes:,} bytes beside {count:,} records; legal: {MOST_RECORDS:,} "
+                f"records in {_capacity_bytes():,} bytes"
             )
         start, stop = self._gaps[at]
         self._gaps[at : at + 1] = [(start + taken_bytes, stop)] * (stop - start > taken_bytes)

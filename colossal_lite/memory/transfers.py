@@ -107,8 +107,8 @@ class Buffers:
 
 class GradientOffloadBuffer:
     """Sends sums from the device to the host through buffers on the device, so that the sender need not wait. A thread
-    adds on the host as it copies. A stream cannot: its sums are copied to `landings` [numel] on the host, and the
-    link `adds` adds them from there."""
+    adds on the host as it copies. A stream copies its sums to `landings` [numel] on the host. The link `adds` adds them
+    from there."""
 
     def __init__(
         self, down: Link, adds: Link, places: ArenaAllocator, landings: Iterable[Tensor] = ()

@@ -38,7 +38,7 @@ Values = Callable[[str, int, int], Tensor]
 
 class OwnChanges:
     """Versions of parameters, as the engine's own changes have made them. Parameters that are views of one tensor, such
-    as the parts of `w.chunk(3)`, have one version in torch, in whatever chunks they are."""
+    as the parts of `w.chunk(3)`, have one version in torch, also in different chunks."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._names = {parameter: name for name, parameter in parameters.items()}
@@ -101,7 +101,7 @@ LEGAL_WEIGHT = {
 
 @dataclass(frozen=True)
 class SavedView:
-    """Offset of a tensor in the weights of a chunk, in elements of `dtype`, to rebuild the view wherever they are."""
+    """Offset of a tensor in a chunk's weights, in elements of `dtype`, to rebuild the view wherever they are."""
 
     chunk: WeightChunk
     offset: int
