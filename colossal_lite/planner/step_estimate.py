@@ -248,7 +248,7 @@ def _state_rows(config: Config, chunks: Sequence[Chunk], optimizer: ChunkOptimiz
     for tier, some in _by_tier(chunks, optimizer).items():
         yield MemoryTerm("optimizer", sum(optimizer.bytes_of(c)[0] for c in some), origin, tier)
     for visit in optimizer.visits:
-        yield MemoryTerm(visit.kind, visit.forecast_bytes, visit.origin, visit.tier or "device")
+        yield MemoryTerm(visit.kind, visit.forecast_bytes, ORIGINS[visit.kind], visit.tier or "device")
 
 
 def _frozen_row(config: Config, whole: Whole, frozen: Sequence[WeightChunk]) -> MemoryTerm:

@@ -26,7 +26,7 @@ from colossal_lite.offload.placement import StatePlacement, spilled
 from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.sharded_weights import ParameterGather
-from colossal_lite.zero.state_pieces import first_placement, gathered_bytes, host_bytes_of, spilled_by
+from colossal_lite.zero.state_pieces import first_placement, host_bytes_of, spilled_by
 from colossal_lite.zero.user_optimizer import OwnOptimizer
 
 if TYPE_CHECKING:
@@ -202,7 +202,10 @@ def smaller_steps(
             if found is not None:
                 yield _in_words(changes), found["device"]
         elif changes.keys() == {"zero.prefetch"} and (gathers := plan(int(changes["zero.prefetch"]))):
-            yield _in_words(changes), need - of["gathered"] + gathered_bytes(chunks, gathers)
+            yield (
+                _in_words(changes),
+                need - of["gathered"] + gathers.arena_numel * chunks[0].types.compute.itemsize,
+            )
         elif changes.keys() == {"gradient_accumulation"} and (accumulation > 1 or not by_step):
             share = accumulation / int(changes["gradient_accumulation"])
             kept = min(of["activations"], _at_any_batch(of["activations"], chunks))

@@ -69,7 +69,8 @@ class ForwardGates:
             if needed:
                 place = Place(owner, is_unit, is_within=owner in units and not is_unit)
                 self._handles += self._gates(place, needed)
-            if own or owner is module or _has_state(owner):  # one activation may be in other models too
+            has_state = any(True for _ in chain(owner.parameters(), owner.buffers()))
+            if own or owner is module or has_state:  # one activation may be in other models too
                 self._handles.append(owner.register_state_dict_pre_hook(self._before_state_dict))
                 self._handles.append(owner.register_load_state_dict_pre_hook(lambda *_: self._before_load()))
 
@@ -286,8 +287,3 @@ class ForwardGates:
             if chunk.is_gathering:
                 with without_modes():
                     chunk.finish_gather()
-
-
-def _has_state(module: nn.Module) -> bool:
-    """Whether a module, with all within it, has a parameter or a buffer."""
-    return any(True for _ in chain(module.parameters(), module.buffers()))

@@ -109,11 +109,6 @@ class GradientHooks:
                 self._missing[number] += 1
         self._next, self._complete = len(self._chunks) - 1, 0
 
-    def start_ready(self) -> None:
-        """Launch complete chunks, in order, up to the limit."""
-        while self._next >= 0 and self._missing[self._next] == 0 and self.launched < self.limit:
-            self._launch()
-
     @property
     def launched(self) -> int:
         """Chunks, counted from the last, whose sums have begun in this backward."""
@@ -189,7 +184,7 @@ class GradientHooks:
         if self._frees:
             chunk.give_weights()
             chunk.bring_sums()
-        while self._most and chunk.takes_room and self._rooms_taken() >= self._most:
+        while self._most and chunk.takes_room and sum(c.takes_room for c in self._in_flight) >= self._most:
             self._finish_first()
         ended = self._ended_by.get(self._next + 1)
         # The order of these must not depend on the backward either.
@@ -200,9 +195,6 @@ class GradientHooks:
         if not self._most or (self._ends and self.summed is not nothing):  # used while backward goes on
             while len(self._in_flight) > self._most:
                 self._finish_first()
-
-    def _rooms_taken(self) -> int:
-        return sum(chunk.takes_room for chunk in self._in_flight)
 
     def _finish_first(self) -> None:
         """Of the chunks on their way the first is summed."""
@@ -252,8 +244,8 @@ class GradientHooks:
             self._missing[number] -= 1
             while self._complete < len(self._chunks) and self._missing[-1 - self._complete] == 0:
                 self._complete += 1
-            if self._missing[self._next] == 0:
-                self.start_ready()
+            while self._next >= 0 and self._missing[self._next] == 0 and self.launched < self.limit:
+                self._launch()
 
 
 def _hand_on(owner: ref[GradientHooks], number: int, index: int, parameter: Tensor) -> None:

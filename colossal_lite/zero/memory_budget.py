@@ -71,7 +71,7 @@ from colossal_lite.zero.state_pieces import (
     backwards_of,
     beside_of,
     fixed_of,
-    gathered_bytes,
+    least_gathered_bytes,
     pieces_of,
     placed_by,
     update_bytes_of,
@@ -138,7 +138,8 @@ class MemoryBudget:
         """Of the batch that was looked at last, with such `changes` of the config."""
         self._samples = 0
         """Of that batch."""
-        self._refuse(self._placed(self._gathered_bytes(), 0), is_floor=True)
+        self._gathered_bytes = least_gathered_bytes((*chunks, *frozen))
+        self._refuse(self._placed(self._gathered_bytes, 0), is_floor=True)
         self._begin()
 
     def _uses_of(self, actions: Sequence[Action]) -> StepUses:
@@ -217,7 +218,7 @@ class MemoryBudget:
             yield
         most = max(self._alike(meter.peak_bytes))
         admitted, self._admitted = self._admitted, [each for each in self._admitted if each[0]]
-        self._refuse(self._placed(self._gathered_bytes(), most))
+        self._refuse(self._placed(self._gathered_bytes, most))
         self._admitted, self._evaluated_bytes = admitted, max(self._evaluated_bytes, most)
 
     def _new_meter(self) -> LiveBytes | AllocatedBytes:
@@ -269,7 +270,7 @@ class MemoryBudget:
         elif forecasts or self._is_staged:
             activations = max((activations for activations, _ in forecasts), default=0)
             self.messages_bytes = max(self.messages_bytes, messages)
-            gathered = max((gathered for _, gathered in forecasts), default=self._gathered_bytes())
+            gathered = max((gathered for _, gathered in forecasts), default=self._gathered_bytes)
             self._refuse(self._placed(gathered, activations))
             self.activations_bytes = max(self.activations_bytes, activations)
         self._admitted.append((trains, samples, lengths))
@@ -322,7 +323,7 @@ class MemoryBudget:
         self.activations_bytes = max(measured, self.activations_bytes)
         self.messages_bytes = max(messages_bytes, self.messages_bytes)
         self._uses = self._uses_of(actions)
-        gathered = self._gathered_bytes()
+        gathered = self._gathered_bytes
         if isinstance(self._weights, ShardedWeights) and self._weights.forecast_bytes:
             gathered = self._weights.forecast_bytes
         placed = self._placed(gathered, max(self.activations_bytes, self._evaluated_bytes))
@@ -438,25 +439,16 @@ class MemoryBudget:
         """`whose`: words of a batch that comes after the first step; `is_foretold`: by a forecast."""
         memory, later, told = self._memory, None, placed
         if whose and memory.device_budget is not None and placed.device_bytes > memory.device_budget:
-            place = partial(
-                placed_by,
-                pieces=placed.pieces,
-                fixed=dict(placed.fixed),
-                device=self._device,
-                beside=placed.beside,
+            told, whole = (
+                placed_by(each, placed.pieces, dict(placed.fixed), self._device, placed.beside)
+                for each in (memory, memory.model_copy(update={"device_budget": None}))
             )
-            told = place(memory)
-            whole = place(memory.model_copy(update={"device_budget": None}))
             later = LaterBatch(whose, whole.device_bytes, told.device_bytes, is_foretold)
         chunks = (*self._chunks, *self._frozen)
         smaller = smaller_steps(
             self._config, self._samples, told, self._weights, chunks, self._changed_forecast
         )
         return device_problems(memory, placed, smaller, later, is_floor=is_floor)
-
-    def _gathered_bytes(self) -> int:
-        """The least that any plan of gathers takes."""
-        return gathered_bytes((*self._chunks, *self._frozen), None)
 
 
 def _times_as_long(lengths: Mapping[str, int], known: Mapping[str, int]) -> float:

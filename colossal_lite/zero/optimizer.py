@@ -23,20 +23,21 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, takewhile
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from colossal_lite.config.config import Config
 from colossal_lite.kernels import TORCH, Draws, Ops
-from colossal_lite.memory.arena import Arena, ArenaAllocator
+from colossal_lite.memory.arena import Arena
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.link import Link, Transfer
 from colossal_lite.memory.local_shard import LocalShard
 from colossal_lite.memory.pinned import zeros_on
 from colossal_lite.memory.task_records import OPTIMIZER, WEIGHTS, TaskRecords
 from colossal_lite.memory.transfers import copied_to, sent_back
-from colossal_lite.numerics.optimizers import Group, Rule, groups_of, rule_of
+from colossal_lite.numerics.optimizers import groups_of, rule_of
 from colossal_lite.numerics.random import key
 from colossal_lite.observe.clock import TimedSpans
 from colossal_lite.offload.arena_waits import early_records
@@ -91,15 +92,17 @@ def ranges_to_update(
 
 
 ORIGINS = {
+    "visiting": "places on the device for state that is copied there",
+    "arena": "gradients in a backward, state that is copied there for its update, and time-shared state",
+    "updating": "slots of gradients and weights for updates on the host",
+    "landing": "buffers for sums of gradients that are added on the host",
     "passing": "slots for records on their way from and to disk",
     "unused": "ends of pages",
-    "arena": "gradients in a backward, state that is copied there for its update, and time-shared state",
 }
 """The buffers beside state that rests off the device."""
 
 
-@dataclass(frozen=True)
-class Visit:
+class Visit(NamedTuple):
     """Bytes of buffers for state off the device, on a tier (None: the device): allocated, the most that was used at
     once, and by the formula."""
 
@@ -108,7 +111,6 @@ class Visit:
     bytes: int
     most_bytes: int
     forecast_bytes: int
-    origin: str
 
 
 class ChunkOptimizer(OptimizerState):
@@ -127,7 +129,8 @@ class ChunkOptimizer(OptimizerState):
         placement = config.memory.records_tier
         self._backward = config.optimizer.update_when == "backward"
         """Whether updates come in the order of gradients."""
-        rules: list[Rule] = [rule_of(self.group_of(c), c.local_shard.dtype) for c in chunks]
+        self._may_rest = config.memory.may_rest
+        rules = [rule_of(self._groups[c.spec.key.group], c.local_shard.dtype) for c in chunks]
         super().__init__(chunks, rules, shapes, records)
         shares = any(c.weights_at_rest is not None or c.gradient_at_rest is not None for c in self._chunks)
         # Budgets and slots of the disk are for one ahead.
@@ -143,10 +146,9 @@ class ChunkOptimizer(OptimizerState):
         self.updated = {True: 0, False: 0}
         """Elements updated so far, on the host and elsewhere."""
         self.calls_on_host = 0
-        forms = [dict.fromkeys(rule.states, self._dtype_of(i)) for i, rule in enumerate(self._rules)]
         if self._chunks and placement != "device":  # of a pipeline stage where nothing trains there are none
             self.tiers = OffloadedOptimizerStates(
-                self._chunks, forms, config.timeout_s, emulated_speeds(choice.given), records,
+                self._chunks, self._forms, config.timeout_s, emulated_speeds(choice.given), records,
                 mix=self.mix, on_disk=self._on_disk(placement, host_room), open_file=open_file, shares=shares,
             )  # fmt: skip
         self.host_updates: HostUpdates | None = None
@@ -157,7 +159,7 @@ class ChunkOptimizer(OptimizerState):
             self.tiers.at_rest(index)
             if self.tiers
             else {name: zeros_on(chunk.device, chunk.owned_numel, dtype) for name, dtype in some.items()}
-            for index, (chunk, some) in enumerate(zip(self._chunks, forms, strict=True))
+            for index, (chunk, some) in enumerate(zip(self._chunks, self._forms, strict=True))
         ]
         self._on_device = frozenset(() if self.tiers else range(len(self._chunks)))
         self.shards: HostShardStream | None = None
@@ -180,8 +182,8 @@ class ChunkOptimizer(OptimizerState):
             self.work_of(
                 index,
                 record=True,
-                gradient=self._choice.may_rest("gradients") and chunk.gradient_at_rest is not None,
-                weights=self._choice.may_rest("weights") and chunk.weights_at_rest is not None,
+                gradient=self._may_rest("gradients") and chunk.gradient_at_rest is not None,
+                weights=self._may_rest("weights") and chunk.weights_at_rest is not None,
             )
             for index, chunk in enumerate(self._chunks)
         ]
@@ -238,9 +240,6 @@ class ChunkOptimizer(OptimizerState):
     def peak_lr(self) -> float:
         """Of the parameters in no group."""
         return self._groups[-1].lr
-
-    def group_of(self, chunk: Chunk) -> Group:
-        return self._groups[chunk.spec.key.group]
 
     def update(self, chunk: Chunk, used: Sequence[bool], *, factor: float, grad_scale: float) -> None:
         """One optimizer step of one chunk; on the host it only starts, and ends before `arrived` does. `used[i]`: some
@@ -313,8 +312,9 @@ class ChunkOptimizer(OptimizerState):
     ) -> None:  # fmt: skip
         """The update of these ranges of a chunk, wherever what this rank owns of it is."""
         chunk, rule = self._chunks[index], self._rules[index]
-        group = self.group_of(chunk)
-        before = None if self.changed else _copies(part)  # as a rule the first chunk says it for all
+        group = self._groups[chunk.spec.key.group]
+        # As a rule the first chunk says it for all.
+        before = None if self.changed else [each.clone() for each in _master_parts(part)]
         for span in spans:
             entry, local = chunk.spec.entries[span.first], slice(span.start, span.stop)
             shape = torch.Size([span.stop - span.start]) if rule.is_elementwise else self._shapes[entry.name]
@@ -404,9 +404,7 @@ class ChunkOptimizer(OptimizerState):
     @property
     def early_records(self) -> frozenset[int]:
         """The chunks whose records have places in a shared arena before their updates."""
-        if self.arena is None:
-            return frozenset()
-        return early_records(self.arena.plan)
+        return early_records(self.arena.plan) if self.arena else frozenset()
 
     def defer(self) -> None:
         """A step has ended: until its updates are done, the state at rest is not valid."""
@@ -467,12 +465,9 @@ class ChunkOptimizer(OptimizerState):
         return (*(link for part in parts for link in part.links), *updates)
 
     def close(self) -> None:
-        if self.host_updates:
-            self.host_updates.close()
-        if self.shards:
-            self.shards.close()
-        if self.tiers:
-            self.tiers.close()
+        for part in (self.host_updates, self.shards, self.tiers):
+            if part:
+                part.close()
 
     # ---- what rests where ----
 
@@ -542,37 +537,21 @@ class ChunkOptimizer(OptimizerState):
         if shards:
             held, most = held + shards.device_bytes, most + shards.most_device_bytes
             foreseen += shards.forecast_bytes if arena is None else 0
-        origin = "places on the device for state that is copied there"
-        yield Visit("visiting", None, held, most, foreseen, origin)
+        yield Visit("visiting", None, held, most, foreseen)
         if arena is not None:
-            yield Visit("arena", None, arena.bytes, arena.most_bytes, arena.plan.bytes, ORIGINS["arena"])
+            yield Visit("arena", None, arena.bytes, arena.most_bytes, arena.plan.bytes)
         if updates is not None:
-            origin = "slots of gradients and weights for updates on the host"
-            yield Visit(
-                "updating", "host", updates.host_bytes, updates.most_bytes, updates.forecast_bytes, origin
-            )
+            yield Visit("updating", "host", updates.host_bytes, updates.most_bytes, updates.forecast_bytes)
         if shards and (landings := shards.host_bytes):
-            origin = "buffers for sums of gradients that are added on the host"
-            yield Visit("landing", "host", landings, shards.most_host_bytes, landings, origin)
+            yield Visit("landing", "host", landings, shards.most_host_bytes, landings)
         if tiers.on_disk:
             assert tiers.disk is not None
-            there, passing = {index: sizes[index] for index in tiers.on_disk}, tiers.disk.host_bytes
-            most, foreseen = tiers.disk.most_host_bytes, passing_bytes(there)
-            yield Visit("passing", "host", passing, most, foreseen, ORIGINS["passing"])
-            unused = tiers.disk.bytes - tiers.record_bytes("disk")
-            yield Visit("unused", "disk", unused, unused, unused_bytes(there), ORIGINS["unused"])
-
-    @property
-    def staging_places(self) -> tuple[ArenaAllocator, ...]:
-        """The places on the device for copies of what rests off it."""
-        records = (self.tiers.staging_places,) if self.tiers else ()
-        return (*records, *(self.shards.staging_places if self.shards else ()))
+            there, disk = {index: sizes[index] for index in tiers.on_disk}, tiers.disk
+            yield Visit("passing", "host", disk.host_bytes, disk.most_host_bytes, passing_bytes(there))
+            unused = disk.bytes - tiers.record_bytes("disk")
+            yield Visit("unused", "disk", unused, unused, unused_bytes(there))
 
 
 def _master_parts(part: LocalShard) -> tuple[Tensor, ...]:
     """All memory of a chunk's masters."""
     return (part.master,) if part.residual is None else (part.local_shard, part.residual)
-
-
-def _copies(part: LocalShard) -> tuple[Tensor, ...]:
-    return tuple(each.clone() for each in _master_parts(part))

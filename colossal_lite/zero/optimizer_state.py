@@ -35,16 +35,17 @@ class OptimizerState:
         self._chunks, self._rules, self._shapes, self._records = tuple(chunks), tuple(rules), shapes, records
         self.tiers: OffloadedOptimizerStates | None = None
         """Copies to and from where state rests; None if that is the device."""
+        self._forms = [
+            dict.fromkeys(rule.states, rule.narrow or chunk.types.state)
+            for chunk, rule in zip(self._chunks, self._rules, strict=True)
+        ]
+        """For each chunk the dtype of each state."""
         self._state: list[dict[str, Tensor]] = []
         self._on_device: frozenset[int] = frozenset()  # chunks whose state rests on the device
         self._steps = [[0] * len(c.spec.entries) for c in self._chunks]
         self._index = {chunk.spec.id: index for index, chunk in enumerate(self._chunks)}
         self._changing: set[tuple[int, str]] = set()  # records that are written between steps
         self._joined: tuple[Chunk, slice, Tensor] | None = None  # split masters that may have been written
-
-    def _dtype_of(self, index: int) -> torch.dtype:
-        """Of the states of chunk `index`."""
-        return self._rules[index].narrow or self._chunks[index].types.state
 
     # ---- where it rests ----
 
@@ -56,20 +57,19 @@ class OptimizerState:
     def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
         """State of a chunk, its master left out: held now, and by its rule's formula."""
         index = self._index[chunk.spec.id]
-        width = len(self._rules[index].states) * self._dtype_of(index).itemsize
-        held = sum(t.nbytes for t in self._state[index].values())
-        return held, chunk.owned_numel * width
+        return sum(t.nbytes for t in self._state[index].values()), self._state_bytes(index)
+
+    def _state_bytes(self, index: int) -> int:
+        return self._chunks[index].owned_numel * sum(dtype.itemsize for dtype in self._forms[index].values())
 
     def record_bytes(self, index: int) -> int:
         """Of the state of chunk `index`, its master included where that is apart from the weights."""
-        chunk = self._chunks[index]
-        states = len(self._rules[index].states) * self._dtype_of(index).itemsize
-        return chunk.owned_numel * states + chunk.master_bytes
+        return self._state_bytes(index) + self._chunks[index].master_bytes
 
     @property
     def forecast_bytes(self) -> int:
         """By the formula: each rule's states, an element as wide as updates compute, or narrow."""
-        return sum(self.bytes_of(chunk)[1] for chunk in self._chunks)
+        return sum(map(self._state_bytes, range(len(self._chunks))))
 
     # ---- reads and writes between steps ----
 
@@ -196,7 +196,7 @@ class OptimizerState:
         return found
 
     def _layout(self, index: int) -> Record:
-        return record_of(self._chunks[index], dict.fromkeys(self._rules[index].states, self._dtype_of(index)))
+        return record_of(self._chunks[index], self._forms[index])
 
     def states_of(self, chunk: Chunk) -> Iterator[Mapping[str, Tensor]]:
         """The whole state tensors of each entry of a chunk, in its shape, with its step count as `step` (0-d int64).

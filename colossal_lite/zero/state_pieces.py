@@ -204,11 +204,9 @@ def beside_of(
     return tuple(backwards_of(accumulation).of(each, len(chunks) - 1) for each in ranges)
 
 
-def gathered_bytes(chunks: Sequence[WeightChunk], plan: GatherPlan | None) -> int:
-    """Bytes of the slots of gathered weights; without a plan the least that any has."""
+def least_gathered_bytes(chunks: Sequence[WeightChunk]) -> int:
+    """The least that slots of gathered weights take, by any plan."""
     widths = {c.spec.id: c.spec.numel * c.types.compute.itemsize for c in chunks}
-    if plan is not None:
-        return plan.arena_numel * chunks[0].types.compute.itemsize
     return max((sum(widths[c] for c in unit) for unit in units_of(chunks).values()), default=0)
 
 

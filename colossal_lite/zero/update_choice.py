@@ -56,13 +56,7 @@ class UpdateChoice:
 
     def __init__(self, config: Config, ops: Ops, device: torch.device, gather: Gather = alone) -> None:
         """Raises ValueError for a file of rates that cannot be read."""
-        self._memory = memory = config.memory
-        self.may_rest = memory.may_rest
-        self._in_backward = config.optimizer.update_when == "backward"
-        self._recomputes = config.activation_checkpoint == "full"
-        self._gathers_ahead = config.zero.prefetch if config.zero.stage == 3 else 0
-        self._micro_batches = config.gradient_accumulation
-        self._gathers_again = config.zero.stage == 3 and config.zero.reshard_after_forward is True
+        self._config, self._memory = config, (memory := config.memory)
         self._ops, self._device, self._gather = ops, device, gather
         self.found: UpdateOn | None = None
         """The mix that "auto" chose, in the config's form; None under another setting."""
@@ -105,13 +99,13 @@ class UpdateChoice:
 
     def _compute(self, seconds: float) -> None:
         longest_s = max(self._gather(seconds)) if self.is_found else seconds
+        config, zero = self._config, self._config.zero
         self.computing = Computing.of(
-            longest_s,
-            recomputes=self._recomputes,
-            gathers_ahead=self._gathers_ahead,
-            gathers_again=self._gathers_again,
-            micro_batches=self._micro_batches,
-        )
+            longest_s, recomputes=config.activation_checkpoint == "full",
+            gathers_ahead=zero.prefetch if zero.stage == 3 else 0,
+            gathers_again=zero.stage == 3 and zero.reshard_after_forward is True,
+            micro_batches=config.gradient_accumulation,
+        )  # fmt: skip
 
     def __call__(
         self, parts: Sequence[UpdateBytes], ids: Sequence[int], lookahead: int = LOOKAHEAD
@@ -148,7 +142,7 @@ class UpdateChoice:
         moving = [replace(part, early=mix.early) for part in parts]
         if (rates := self.rates) is not None and any(part.moves for part in moving):
             self.lanes += f": {lanes_of_each(moving, rates, on_host)}"
-            if not self._in_backward:
+            if self._config.optimizer.update_when == "step":
                 self.lanes += self._seconds(moving, on_host, mix, rates, placed)
         if self.found is not None:
             self.notices.append(f"memory.update_on='auto' is {shown(self.found)}: {self.lanes}")

@@ -116,7 +116,12 @@ def held_of(engine: Engine, held_bytes: HeldAtOnce) -> list[tuple[int, int]]:
     """Of each kind of slots, and of the arena that kinds share: most bytes at once, measured and planned."""
     optimizer, weights = engine._optimizer, engine._weights
     assert isinstance(optimizer, ChunkOptimizer)
-    kinds = (*slots_of(engine._chunks), *optimizer.staging_places, *time_shared(engine._chunks))
+    tiers, shards = optimizer.tiers, optimizer.shards
+    places_of_copies = [
+        *([tiers.staging_places] if tiers else ()),
+        *(shards.staging_places if shards else ()),
+    ]
+    kinds = (*slots_of(engine._chunks), *places_of_copies, *time_shared(engine._chunks))
     held = [(held_bytes[places], planned_at_once(places)) for places in kinds]
     if (arena := optimizer.arena) is not None:
         held.append((held_bytes[arena], most_held_bytes(arena.plan)))
