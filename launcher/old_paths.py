@@ -96,7 +96,7 @@ MOVED: Mapping[str, str] = {
     "zero.build": "zero.build_chunks",
     "zero.homes": "offload.state_storage",
     "zero.hooks": "zero.gradient_hooks",
-    "zero.in_backward": "zero.backward_updates",
+    "zero.in_backward": "zero.deferred_updates",
     "zero.interleave": "schedule.optimizer_updates",
     "zero.norm": "zero.grad_norm",
     "zero.on_host": "offload.host_updates",

@@ -3,10 +3,9 @@
 Note: three times, one list of actions.
 An update needs its summed gradient, and two numbers of the step: the divisor (tokens and clip factor) and the learning
 rate.  Both are known at the end of a step, and every update runs then.  If state is copied over a link, updates are
-deferred and run beside the next forward (zero/deferred_updates.py).  With `optimizer.update_when="backward"` the ranks
-agree on the tokens before the last backward, and nothing is clipped. Each update then follows the REDUCE of its chunk
-(zero/backward_updates.py).  The actions are the same, `Updates._actions`.  Cost within backward: one more all-reduce of
-three float64.
+deferred and run beside the next forward.  With `optimizer.update_when="backward"` the ranks agree on the tokens before
+the last backward, and nothing is clipped. Each update then follows the REDUCE of its chunk.  The actions are the same,
+`Updates._actions` (zero/deferred_updates.py).  Cost within backward: one more all-reduce of three float64.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from colossal_lite.memory.chunk import Chunk
 from colossal_lite.observe.printed_lines import warn
 from colossal_lite.schedule.optimizer_updates import holds_up
 from colossal_lite.schedule.plan import Action, ActionKind
-from colossal_lite.zero.backward_updates import UpdatesInBackward
 from colossal_lite.zero.build_chunks import defers_updates, sharding_of
-from colossal_lite.zero.deferred_updates import DeferredUpdates
+from colossal_lite.zero.deferred_updates import DeferredUpdates, UpdatesInBackward
 from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gradient_hooks import StageHooks
 from colossal_lite.zero.optimizer import ChunkOptimizer

@@ -22,7 +22,7 @@ Beside it, once a step whatever k:
 
 Updates may run within the backward of a step's only micro-batch (`frees_gradient_on_update`). Then they read a gradient
 in the slot where it was summed, at every stage.  The payload is as above.  If they run within a backward, 16 bytes are
-summed before it (zero/backward_updates.py).
+summed before it (zero/deferred_updates.py).
 
 Note: time-shared memory.
 Between the last backward of a step and the update no code reads weights that have separate masters.  Between the update

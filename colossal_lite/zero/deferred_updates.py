@@ -1,19 +1,23 @@
-"""Runs the updates of a step during the next forward, each before the first read of its weights.
+"""Runs the updates of a step during the next forward, or during its own backward.
 
-Note: without speculation.
-When a step ends, the norm is known.  The values that an update needs are known.  Only the copies over the link are
-slow.  So the step returns, and the updates run in forward order.  A chunk is updated when a gate
-(zero/forward_hooks.py) is about to let a module read its weights.  Its record is fetched while earlier units compute,
-and written back while later ones do.  The computation and its order are those of an immediate update: so are the bits.
-Any other read or change of weights or optimizer state first runs the deferred updates.  Until then the weights are
-placeholders, which no code can read by mistake.
-Source: arXiv 2410.21316 (updates and copies that overlap); unlike the
-delayed update of 2101.06840, no forward sees weights of a step before.  Updates on the host do not block the caller.
-They start as soon as no update on the device comes before them in the plan.  A read of a chunk then waits until its new
-weights have arrived (`arrive`).  Those that rest on the host arrive at once.  The copy that brings them to the device
-comes after their update, so the link waits and not the caller.  An update on the device does not wait for those on the
-host before it, unless its weights rest there.  But chunks arrive in their order, wherever they are updated.  So ranks
-gather them in the same order, also if one of them owns nothing of a chunk.
+Note: beside the next forward, without speculation.
+When a step ends, the values that its updates need are known.  Only the copies over the link are slow.  So the step
+returns, and the updates run in forward order.  A chunk is updated when a gate (zero/forward_hooks.py) is about to let a
+module read its weights.  The computation and its order are those of an immediate update: so are the bits.  Any other
+read or change of weights or optimizer state first runs all of them.  Until then the weights are placeholders.  Updates
+on the host start as soon as no update on the device comes before them in the plan.  A read of a chunk waits until its
+new weights have arrived (`arrive`).  Those that rest on the host arrive at once.  Chunks arrive in their order,
+wherever they are updated.  So ranks gather them in one order, also if one of them owns nothing of a chunk.
+Source: arXiv 2410.21316; unlike the delayed update of 2101.06840, no forward sees weights of a step before.
+
+Note: in backward.
+An update divides its gradient by the valid tokens of all ranks.  That number is summed with the loss before backward.
+If the loss is not finite, or no token counts, gradients are reduced and dropped.  A gradient that is not finite shows
+only after other updates.  Such a step has spoilt the weights, and raises an error.  An update must know whether any
+rank had a gradient for a parameter.  A rank that lacks one holds the gradient of this chunk, and of those after it.
+When the ranks have agreed it goes on; it uses more memory than planned.  Stages may end in another order than that of
+their chunks.  Then an update waits for those of the chunks behind it.
+Source: fused backward and update as in arXiv 2306.09782 (LOMO), here for every elementwise rule, with sharded state.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
+from colossal_lite.memory.chunk import Chunk
 from colossal_lite.schedule.optimizer_updates import ChunkPart, holds_up, part_of
 from colossal_lite.schedule.plan import Action, ActionKind
 
@@ -126,6 +131,36 @@ class DeferredUpdates:
                 f"checkpoint, where state rests off the device into a new engine"
             )
             raise
+
+
+class UpdatesInBackward:
+    """Runs the updates of one step at a time during its backward."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._place = {chunk.spec.id: place for place, chunk in enumerate(chunks)}
+        self.deferred: DeferredUpdates | None = None
+        """The updates of the step that is under way; None: none is, or it updates nothing. The same on all ranks."""
+        self._summed: set[int] = set()  # places of chunks with final gradients
+        self._next = -1  # the place of the next update; counts down
+        self._waits = False  # from the first chunk on that lacks a gradient on this rank
+
+    def begin(self, deferred: DeferredUpdates | None) -> None:
+        """A backward begins, whose updates are `deferred`, from the last chunk to the first; None: nothing is
+        updated."""
+        self.deferred, self._waits = deferred, False
+        self._next, self._summed = len(self._place) - 1, set()
+
+    def summed(self, chunk: Chunk) -> None:
+        """The gradient of a chunk is reduced."""
+        chunk.keep_squares()
+        self._waits |= not all(chunk.used)
+        if self.deferred is None:
+            chunk.free_gradient()
+            return
+        self._summed.add(self._place[chunk.spec.id])
+        while not self._waits and self._next in self._summed:
+            self.deferred.start(self._next)
+            self._next -= 1
 
 
 @lru_cache(maxsize=16)

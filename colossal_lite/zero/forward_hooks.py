@@ -3,17 +3,20 @@
 Note: gates.
 From stage 1 on a rank updates its shard of a chunk and gathers the others' shards.  It does so chunk by chunk in
 forward order, while the next forward already runs.  A hook before the forward of every module with parameters waits for
-their chunks.  So a chunk that is used late has all the time before it.  A parameter that is read in any other way
-during its gather is NaN (memory/chunk.py), until `flush`.  The first forwards are watched for such reads
-(zero/outside_reads.py).  Weights that they read early are complete before each forward from then on.  At stage 3 the
-same gates gather (zero/sharded_weights.py), or the list of a pipeline does (zero/stage_weights.py).  The gates also run
-deferred updates of the last step (zero/deferred_updates.py), all of them before a forward ends.  Where shards are
-gathered, they run one chunk ahead.
+their chunks.  At stage 3 the same gates gather (zero/sharded_weights.py), or the list of a pipeline does
+(zero/stage_weights.py).  The gates also run deferred updates of the last step (zero/deferred_updates.py), all of them
+before a forward ends.  Where shards are gathered, they run one chunk ahead.
+
+Note: reads without a gate.
+Code may read a weight without calling its owner, as in `x @ self.codebook.weight.T`.  During its gather a weight is NaN
+(memory/chunk.py).  Saved tensors show some of these reads, but none under `no_grad` and none of a sum.  So the first
+forward in each mode (with gradients, and without) is seen operation by operation.  Weights that it reads early are
+complete before each forward from then on.  Code that first runs in a later forward is not seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -24,11 +27,10 @@ from torch import Tensor, nn
 
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.weight_chunk import WeightChunk
-from colossal_lite.numerics.torch_modes import storage_of, without_modes
+from colossal_lite.numerics.torch_modes import WatchingMode, read_by, storage_of, without_modes, written_by
 from colossal_lite.schedule.plan import Action
 from colossal_lite.transforms.compiled_units import Place, compiled_units
 from colossal_lite.zero.deferred_updates import DeferredUpdates
-from colossal_lite.zero.outside_reads import OutsideReads
 from colossal_lite.zero.parameter_order import own_parameters
 
 
@@ -287,3 +289,33 @@ class ForwardGates:
             if chunk.is_gathering:
                 with without_modes():
                     chunk.finish_gather()
+
+
+class OutsideReads(WatchingMode):
+    """One forward, seen operation by operation."""
+
+    def __init__(
+        self, chunks: Iterable[WeightChunk], read: Callable[[WeightChunk], object],
+        written: Callable[[Tensor], object],
+    ) -> None:  # fmt: skip
+        """`read` is called with a chunk whose weights, or their placeholder, an operation reads. `written` is called
+        with a tensor that an operation has changed."""
+        super().__init__()
+        self._read, self._written = read, written
+        self.has_seen = False
+        """Whether there was an operation."""
+        self._chunks: dict[int, list[WeightChunk]] = {}
+        for chunk in chunks:
+            self._chunks.setdefault(chunk.seen_in, []).append(chunk)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_seen = True
+        for tensor in read_by(func, args, kwargs):
+            chunks = self._chunks.get(storage_of(tensor), ())
+            for chunk in chunks:
+                if len(chunks) == 1 or chunk.saved(tensor) is not None:
+                    self._read(chunk)
+        out = func(*args, **(kwargs or {}))
+        for tensor in written_by(func, args, kwargs):
+            self._written(tensor)
+        return out

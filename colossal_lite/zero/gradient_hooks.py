@@ -2,14 +2,12 @@
 
 Note: the order of reductions.
 A hook on every trainable parameter copies its finished gradient to its chunk and frees autograd's own tensor.  A tied
-parameter arrives once, with the sum of its uses.  Complete chunks are reduced at once, asynchronously, so communication
-overlaps the rest of backward.  That is in the last micro-batch of a step, or in each if gradients are reduced by
-micro-batch.  Chunks are launched strictly in reverse forward order.  For ranks may use different parameters, but the
-order of collectives must be the same.  `reduce` launches the rest, with zeros for absent gradients, and waits.
-Where weights are gathered in backward too, `limit` says how many chunks may launch.  So gathers and reductions have one
-order on all ranks.  At most `IN_FLIGHT` reductions that need slots run at once, and none where no other rank sums.
-After a backward that raised, `give_up` makes the remaining reductions, so that all ranks have made the same ones.
-With updates in backward (zero/backward_updates.py) a finished sum is passed on at once, in the order of the launches.
+parameter arrives once, with the sum of its uses.  Complete chunks are reduced at once, asynchronously.  That is in the
+last micro-batch of a step, or in each if gradients are reduced by micro-batch.  Chunks are launched strictly in reverse
+forward order, as ranks may use different parameters and collectives must have one order.  `reduce` launches the rest,
+with zeros for absent gradients, and waits.  Where weights are gathered in backward too, `limit` says how many chunks
+may launch.  At most `in_flight_of` reductions that need slots run at once, and none where no other rank sums.  After a
+backward that raised, `give_up` makes the remaining reductions, so that all ranks have made the same ones.
 Cost: one copy of each gradient per micro-batch, and the reductions of schedule/step_moments.py.
 """
 
@@ -19,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
@@ -62,14 +61,6 @@ class GradientHooks:
         rooms = [number for number, chunk in enumerate(self._chunks) if chunk.takes_room]
         self._ended_by = dict(zip(rooms, rooms[self._most :], strict=False))
         """Chunk -> the one whose sum is over when its own begins: both take room, and there is no more of it."""
-        self._parameters = {e.name: parameters[e.name] for chunk in self._chunks for e in chunk.spec.entries}
-        for own in self._parameters.values():
-            own.grad = None  # of a loop before this engine
-        self._chunk_of = {
-            id(parameters[entry.name]): number
-            for number, chunk in enumerate(self._chunks)
-            for entry in chunk.spec.entries
-        }
         self.began = [len(self._chunks) - 1 - number for number in range(len(self._chunks))]
         """For each chunk the number of chunks, counted from the last, that were complete when its first gradient came.
         The least so far; where none has come, or only later, as many as come before it."""
@@ -79,11 +70,16 @@ class GradientHooks:
         # The garbage collector does not look into this kind of hook: one with a reference to `self` would also keep its
         # parameter alive. Then no model would ever be freed after an engine that was not closed.
         owner = ref(self)
-        self._handles = [
-            parameters[entry.name].register_post_accumulate_grad_hook(partial(_hand_on, owner, number, index))
-            for number, chunk in enumerate(self._chunks)
-            for index, entry in enumerate(chunk.spec.entries)
-        ]
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._chunk_of: dict[int, int] = {}  # by the identity of a parameter
+        self._handles: list[Any] = []
+        for number, chunk in enumerate(self._chunks):
+            for index, entry in enumerate(chunk.spec.entries):
+                own = self._parameters[entry.name] = parameters[entry.name]
+                own.grad = None  # of a loop before this engine
+                self._chunk_of[id(own)] = number
+                hook = partial(_hand_on, owner, number, index)
+                self._handles.append(own.register_post_accumulate_grad_hook(hook))
 
     def begin(
         self, *, is_last: bool, seed: float = 1.0, to_come: Sequence[Tensor] | None = None, ends: bool = False,
@@ -215,26 +211,27 @@ class GradientHooks:
         if parameter.grad is None:  # its layer has put it off (transforms/split_backward.py)
             return
         chunk = self._chunks[number]
+        name = chunk.spec.entries[index].name
         if not self.expects:
             raise ValueError(
-                f"backward: a gradient of {chunk.spec.entries[index].name} comes from a backward that the engine did "
+                f"backward: a gradient of {name} comes from a backward that the engine did "
                 f"not run. It would be in no update; legal: engine.backward(loss) of engine(x), engine.train_step, or "
                 f"a model without an engine (engine.close). Around a loss of another model: "
                 f"engine.model.requires_grad_(False)"
             )
         if self._is_once and (number, index) in self._arrived:
             raise ValueError(
-                f"backward: the gradient of {chunk.spec.entries[index].name} comes a second time in one backward. It "
+                f"backward: the gradient of {name} comes a second time in one backward. It "
                 f"would be left out of the sum over the ranks. torch.utils.checkpoint(..., use_reentrant=True) around "
                 f"a module that is used more than once does that; legal: use_reentrant=False, or "
                 f"activation_checkpoint of the config"
             )
         self._arrived.add((number, index))
-        if self._reduces and self._complete < self.began[number]:
-            self.began[number] = self._complete
+        if self._reduces:
+            self.began[number] = min(self.began[number], self._complete)
         if self._reduces and number > self._next:
             raise ValueError(
-                f"backward: the gradient of {chunk.spec.entries[index].name} comes after its sum over the ranks has "
+                f"backward: the gradient of {name} comes after its sum over the ranks has "
                 f"begun. At zero.stage=3 a model must use its modules in the order of its first step, and each forward "
                 f"needs a backward of its own. zero.stage=2 has no such rule"
             )
@@ -271,13 +268,9 @@ class StageHooks:
             self._place[chunk.spec.id] = stages, len(groups.setdefault(stages, []))
             groups[stages].append(chunk)
         self._chunks = {chunk.spec.id: chunk for chunk in chunks}
-        self.held = HeldGradients(
-            {e.name: parameters[e.name] for chunk in chunks for e in chunk.spec.entries}
-        )
-        in_flight = in_flight_of(chunks)
-        self._hooks = {
-            stages: GradientHooks(group, parameters, in_flight) for stages, group in groups.items()
-        }
+        self.held = HeldGradients({e.name: parameters[e.name] for c in chunks for e in c.spec.entries})
+        most = in_flight_of(chunks)
+        self._hooks = {stages: GradientHooks(group, parameters, most) for stages, group in groups.items()}
 
     @property
     def only(self) -> GradientHooks:

@@ -1,31 +1,27 @@
 """Measures the first step, chooses a placement within the budget, and rejects budgets that cannot fit.
 
 Note: phases.
-1. At first all state that can move is on the host. So the first step holds the least that this model can.
-2. The engine is built.  A budget that is too small for any batch is refused.
-3. A batch arrives.  A run without tensors forecasts what it holds beside the state (`forecast`).  If that does not fit,
-   every rank raises before anything is computed.  Some models cannot be run so: those built outside, or those with a
-   loss of the user's own.  Then the first step may exceed the budget before it is refused.
-4. The first step is measured: every tensor of the model is counted while it lives (observe/memory_meter.py).
-5. Before the first update the ranks agree on the highest peak, measured or forecast.  The placement is planned
-   (offload/placement.py), and what fits is copied to the device, once.  Later steps decide nothing.
-`static` fractions are a plan that is known before; it takes effect at the same moment.
+1. At first all state that can move is on the host.  A budget that is too small for any batch is refused.
+2. A batch arrives.  A run without tensors forecasts what it holds beside the state (`forecast`).  If that does not fit,
+   every rank raises before anything is computed.  Models built outside, or with a loss of the user's own, may have no
+   forecast.  Then the first step may exceed the budget before it is refused.
+3. The first step is measured: every tensor of the model is counted while it lives (observe/memory_meter.py).
+4. Before the first update the ranks agree on the highest peak, measured or forecast.  The placement is planned
+   (offload/placement.py), and what fits is copied to the device, once.  `static` fractions take effect then too.
 
-Gradients may arrive earlier than planned, behind parameters that no backward reaches.  `_learn_accumulation` then plans
-them as they arrived.  If parameters are left out only later, a warning names the bytes beyond the budget.  With one
-rank a shard on the device is copied to its slot for a use, as with several.
+Gradients may arrive earlier than planned, behind parameters that no backward reaches (`_learn_accumulation`).  If
+parameters are left out only later, a warning names the bytes beyond the budget.
 
 A larger or longer batch, for training or evaluation, is forecast before it runs.  It is refused if it does not fit.
-Without a forecast the bytes are taken to grow with the samples and with the square of the length.  A picture's length
-is the number of its values.  For this the ranks exchange the shape of every batch.  A larger budget would also take
-more state, so the refusal names one that has room for all of it.  Evaluations before the first step are measured, and
-refused afterwards.
+Without a forecast the bytes are taken to grow with the samples and with the square of the length.  For this the ranks
+exchange the shape of every batch.  A larger budget would also take more state, so the refusal names one that has room
+for all of it.  Evaluations before the first step are measured, and refused afterwards.
 Cost: some milliseconds a block for the run without tensors, and one exchange of sizes a batch.  Counting makes
 the first step slower.
 
-A GPU's kernels allocate other buffers than a run without tensors.  So its first step is measured by the peak of torch's
-allocator.  That includes what others had allocated by then, workspaces, and gathered weights, which count twice.  The
-budget counts allocated bytes, not what the allocator reserves beyond them (`torch.cuda.memory_reserved`).
+A GPU's first step is measured by the peak of torch's allocator, as its kernels allocate other buffers.  That includes
+what others had allocated by then, workspaces, and gathered weights, which count twice.  The budget counts allocated
+bytes, not what the allocator reserves beyond them (`torch.cuda.memory_reserved`).
 """
 
 from __future__ import annotations

@@ -2,18 +2,15 @@
 
 Note: ranges.
 A parameter that no rank used in a step is left alone: no decay, no momentum, and its step count does not change, as in
-torch with `grad=None`.  So a chunk is updated in maximal ranges of used entries with equal step counts.  Usually that
-is one call for the whole chunk.  A rule that needs whole tensors gets them one by one.  State is float32 or wider,
-however wide gradients are.  Weights in 16 bits alone (`master="none"`) are widened for the update of one range and
-rounded back.  Narrow weights beside wide masters are written by the update itself, while the new masters are in cache.
-Split masters (kernels/split.py) are updated in their halves; other readers and writers get a joined copy.
+torch with `grad=None`.  So a chunk is updated in maximal ranges of used entries with equal step counts, usually one.  A
+rule that needs whole tensors gets them one by one.  State is float32 or wider, however wide gradients are.  Weights in
+16 bits alone (`master="none"`) are widened for the update of one range and rounded back.  Narrow weights beside wide
+masters are written by the update itself.  Split masters (kernels/split.py) are updated in their halves.
 
 With narrow states (`moments="bf16"`) each entry is updated by itself.  Its rounding depends on its name and element
 numbers alone: the same bits at any stage, chunk size and placement.  A rank holds and updates state for the shard of a
-chunk that it owns.  Elementwise rules give the same bits wherever the shards are cut.
-
-State on the host or on disk is copied to the device chunk by chunk, when the plan says (offload/optimizer_states.py).
-Or it is updated on the host (offload/host_updates.py).  zero/optimizer_state.py has what happens between steps.
+chunk that it owns.  State off the device is copied there when the plan says (offload/optimizer_states.py), or updated
+on the host (offload/host_updates.py).
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Finds the order in which a forward first uses the parameters of a model: chunks are packed in it.
 
 Note: why it matters.
-Updates run in the order of the chunks during the next forward (zero/deferred_updates.py). Each runs just before the
-first use of its weights.  Reductions of gradients start in the reverse order during backward.  If modules are defined
-in another order than they are used, neither overlaps with computing.  So a model from a callable is first run forward
-without tensors, on ids [1, T].  `plan` does the same, so both pack alike.  Some models cannot be run so: those built
-outside, with inputs that are no ids, or with control flow that reads values.  They are packed in the order of
-definition, and `warn_if_out_of_order` warns if the first real forward shows another.  Numbers do not depend on the
-order.
+Updates run in the order of the chunks during the next forward.  Reductions run in the reverse order during backward.
+If modules are defined in another order than they are used, neither overlaps with computing.  So a model from a callable
+is first run forward without tensors, on ids [1, T].  `plan` does the same, so both pack alike.  Models built outside,
+or that cannot be run so, are packed in the order of definition.  `warn_if_out_of_order` warns if the first forward
+shows another.  Numbers do not depend on the order.
 Cost: one more build without storage and one forward without tensors, at the start; our own GPT needs neither.
 """
 

@@ -2,25 +2,22 @@
 
 Note: requests and the plan.
 A gate requests weights before the forward of the module that owns them.  In backward autograd requests them, when it
-unpacks a saved tensor in a slot.  The plan decides what then happens (schedule/gather_plan.py).  Its steps
-run in order, up to the one that has the weights.  So every rank makes the same gathers and reductions in the same
-order, whatever modules it leaves out.  At the end of a forward or backward the remaining steps run.  A weight that the
-plan has dropped is an error, never an old value.
+unpacks a saved tensor in a slot.  The plan decides what then happens (schedule/gather_plan.py).  Its steps run in
+order, up to the one that has the weights.  The rest run at the end.  So every rank makes the same gathers and
+reductions in the same order, whatever modules it leaves out.  A weight that the plan has dropped is an error, never an
+old value.
 
 The first micro-batch has no plan.  At each new unit the ranks exchange which weights they want and how many gradients
 are complete.  They reduce the gradients that are complete on any rank, and gather what comes first in the order of the
-model.  Ranks that want other weights wait for their turn.  So where ranks leave out other modules, such as experts, the
-record has all of them in one order.  That record is the trace.  The arena is allocated when the trace ends; nothing is
+model.  Ranks that want other weights wait for their turn.  That record is the trace.  It has all units in one order,
+also where ranks leave out other modules, such as experts.  The arena is allocated when the trace ends; nothing is
 allocated after that.
 
-Slots and saved views are in zero/weight_slots.py.  Code that backward runs again saves real views.  So the units that a
-recomputed block reads are requested at once, and held until backward leaves the block.  Code of the user that one node
-of autograd runs again may read several units too, as torch's checkpoint does.  Where it ends is not known: these units
-are held until the end of backward.
-Source: arXiv 1910.02054, section 5.3; prefetch from the
-order of the first step as in 2104.07857. Frozen weights are gathered and dropped like the others, in chunks of their
-own.  Backward requests them only where an input gradient needs them.  So those before the first trained weight are
-gathered once.
+Code that backward runs again saves real views (zero/weight_slots.py).  So the units that a recomputed block reads are
+requested at once, and held until backward leaves the block.  Code of the user that one node of autograd runs again may
+read several units too, as torch's checkpoint does.  These are held until the end of backward.  Frozen weights are
+gathered like the others, in chunks of their own.  Backward gathers them only where an input gradient needs them.
+Source: arXiv 1910.02054, section 5.3; prefetch from the order of the first step as in 2104.07857.
 """
 
 from __future__ import annotations
@@ -114,12 +111,13 @@ class ParameterGather(ShardedWeights):
 
     def _call_after_fetches(self) -> None:
         """If no step that is left has weights to fetch from the host."""
+        if self._after_fetches is None:
+            return
         left = (action for step in self._steps[self._next :] for action in step.actions)
         if any(action.kind is ActionKind.FETCH and action.resource != FROM_NEAR for action in left):
             return
-        call, self._after_fetches = self._after_fetches, None
-        if call is not None:
-            call()
+        self._after_fetches, call = None, self._after_fetches
+        call()
 
     def flush(self) -> None:
         """Run every deferred update and drop every gathered weight."""
@@ -164,14 +162,11 @@ class ParameterGather(ShardedWeights):
             return
         # What a module with children owns may be read before, between and behind them.
         yield from place.before(partial(self._enter_parent, needs))
-        yield from place.behind(self._leave_parent)
+        yield from place.behind(self._parents.pop)
 
     def _enter_parent(self, needs: Needs, module: nn.Module, args: Any) -> None:
         self._parents.append(self._held_with(needs))
         self._need(self._held)
-
-    def _leave_parent(self) -> None:
-        self._parents.pop()
 
     @contextmanager
     def again(self, owner: nn.Module) -> Iterator[None]:
@@ -314,8 +309,7 @@ class ParameterGather(ShardedWeights):
                 self._hooks.launch(len(self._chunks) - action.chunk)
         if self._phase is Phase.BACKWARD:
             self._limit()
-            if self._after_fetches is not None:
-                self._call_after_fetches()
+            self._call_after_fetches()
 
     def _limit(self) -> None:
         """Until the next step no more reductions may launch than it expects."""

@@ -1,13 +1,11 @@
 """Chooses the side of each chunk's update: as the config says, or the fastest mix by rates, given or measured here.
 
 Note: one choice for all ranks.
-Ranks take the smallest of their rates, and then of their choices the middle one.  So all who share a chunk update it
-on the same side.  Cost: measuring takes some seconds, once an engine, where `memory.update_on="auto"` has no rates.
-
-Note: chosen again.
-What a step computes hides updates, so the fastest mix depends on it.  `plan` knows the batch before it chooses.  An
-engine chooses again when it has seen its first batch (`expect`), if the operations of the machine are known.  Without
-given rates it watches its lanes (engine/update_watch.py), learns from them (`learn`) and chooses again.
+Ranks take the smallest of their rates, and then of their choices the middle one.  So all who share a chunk update it on
+the same side.  What a step computes hides updates.  So an engine chooses again when it has seen its first batch
+(`expect`), if the operations of the machine are known.  Without given rates it watches its lanes
+(engine/update_watch.py), learns from them (`learn`) and chooses again.  Cost: measuring takes some seconds, once an
+engine, where `memory.update_on="auto"` has no rates.
 """
 
 from __future__ import annotations

@@ -2,16 +2,13 @@
 
 Note: parameters.
 The optimizer gets one `nn.Parameter` for each trainable parameter of the model, in the model's order.  Each is a view
-of the master weights in the parameter's shape.  Before its step each has as `.grad` a view of the reduced gradient,
-divided by tokens and clip factor.  It is a copy where the master weights are narrower, or None where no rank used it.
-Its state is full on every rank, so the weights must be too: ZeRO stage 0, no tensor axis, on the device.
+of the master weights.  Before its step each has as `.grad` a view of the reduced gradient, divided by tokens and clip
+factor.  It is a copy where the master weights are narrower, or None where no rank used it.  Its state is full on every
+rank, so the weights must be too: ZeRO stage 0, no tensor axis, on the device.
 
-With a pipeline the list has the same length, so groups are alike on all ranks.  Parameters of other stages are on the
-meta device, and never have a gradient.  A step that makes one parameter depend on another cannot be made stage by
-stage.  Small probes detect that before anything is allocated.
-
-Note: an optimizer that draws, as for noise.
-It has random generators of its own, seeded by the seed of the run.  So all ranks draw alike, and have equal weights.
+With a pipeline, parameters of other stages are on the meta device and never have a gradient.  So groups are alike on
+all ranks.  A step that makes one parameter depend on another is refused by `check_apart`.  An optimizer that draws, as
+for noise, has generators of its own, seeded by the run's seed.  So all ranks draw alike.
 """
 
 from __future__ import annotations
@@ -70,6 +67,7 @@ class OwnOptimizer:
         self.plan = update_plan(len(self._chunks))
         self.tiers = self.shards = self.host_updates = None
         self.visits = ()
+        self.links: tuple[Link, ...] = ()
         self.moves: dict[ActionKind, Callable[[Action], None]] = {}
         self._peaks = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._rates = self._peaks
@@ -157,11 +155,6 @@ class OwnOptimizer:
         """Bytes of a chunk's state now, twice: only the optimizer knows what it will be."""
         held = sum(t.nbytes for state in self.states_of(chunk) for t in state.values())
         return held, held
-
-    @property
-    def links(self) -> tuple[Link, ...]:
-        """None: state is on the device."""
-        return ()
 
     @contextmanager
     def at_hand(self, chunk: Chunk, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:

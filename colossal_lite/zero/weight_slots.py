@@ -47,7 +47,7 @@ class ShardedWeights(ForwardGates):
         """Elements of the arena by the plan; 0 while there is none."""
         self._kept: Mapping[int, int] = {}
         """Offsets of the parts that neighbours store, by chunk."""
-        self.most_numel = 0
+        self._most_numel = 0
         """Elements of the arena up to the furthest that was used."""
         self._resident: dict[int, int] = {}  # chunk -> offset
         self._has_part: set[int] = set()  # chunks whose parts the neighbours hold
@@ -62,7 +62,7 @@ class ShardedWeights(ForwardGates):
 
     @property
     def most_bytes(self) -> int:
-        return (self.most_numel + self._most_shared_numel) * self._dtype.itemsize
+        return (self._most_numel + self._most_shared_numel) * self._dtype.itemsize
 
     @property
     def forecast_bytes(self) -> int:
@@ -191,7 +191,7 @@ class ShardedWeights(ForwardGates):
 
     def _count(self, stop: int) -> None:
         """The arena is used up to element `stop`."""
-        self.most_numel = max(self.most_numel, stop)
+        self._most_numel = max(self._most_numel, stop)
 
     def _gather(self, index: int) -> None:
         """Start to gather the other shards, if that has not begun."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from colossal_lite.zero.outside_reads import OutsideReads
+from colossal_lite.zero.forward_hooks import OutsideReads
 
 
 @contextmanager
