@@ -54,7 +54,7 @@ from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gradient_hooks import StageHooks
 from colossal_lite.zero.memory_budget import MemoryBudget
 from colossal_lite.zero.optimizer import ChunkOptimizer
-from colossal_lite.zero.stage_weights import weights_of
+from colossal_lite.zero.sharded_weights import weights_of
 from colossal_lite.zero.update_choice import UpdateChoice
 from colossal_lite.zero.user_optimizer import Factory, OwnOptimizer
 from colossal_lite.zero.weight_slots import ShardedWeights

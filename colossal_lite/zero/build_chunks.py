@@ -83,23 +83,16 @@ def defers_updates(config: Config) -> bool:
 
 
 def pack_chunks(
-    numels: Mapping[str, int],
-    specs: Mapping[str, ShardSpec],
-    config: Config,
-    layout: MeshLayout,
-    homes: Mapping[str, tuple[int, ...]] | None = None,
-    blocks: Sequence[str] = (),
-    frozen: Collection[str] = (),
-    device_type: str = "cpu",
-) -> tuple[ChunkSpec, ...]:
+    numels: Mapping[str, int], specs: Mapping[str, ShardSpec], config: Config, layout: MeshLayout,
+    homes: Mapping[str, tuple[int, ...]] | None = None, blocks: Sequence[str] = (),
+    frozen: Collection[str] = (), device_type: str = "cpu",
+) -> tuple[ChunkSpec, ...]:  # fmt: skip
     """The chunks of the whole pipeline: of parameters of `numels` elements each on the ranks that hold them, in forward
     order. The same on every rank. If weights are sharded, those of `frozen` are in chunks of their own, numbered behind
     all others. If each rank holds them in full they are in none.
 
     `homes`: the pipeline stages that use each parameter; None: one stage has all. `blocks`: names of the model's
-    blocks, with which weights are gathered if they are sharded. Raises ValueError for a pattern of
-    an optimizer group that fits no parameter.
-    """
+    blocks, with which sharded weights are gathered. Raises ValueError for an optimizer group that fits no parameter."""
     precision = Precision.of(config.precision)
     settings = groups_of(config.optimizer)
     alike = [replace(group, match="") for group in settings]
@@ -126,16 +119,10 @@ def pack_chunks(
 
 
 def build_chunks(
-    names: Iterable[str],
-    packed: Sequence[ChunkSpec],
-    specs: Mapping[str, ShardSpec],
-    config: Config,
-    mesh: Mesh,
-    device: torch.device,
-    counts: Callable[[ChunkSpec], bool] = lambda spec: True,
-    records: TaskRecords | None = None,
-    ops: Ops = TORCH,
-) -> tuple[Chunk, ...]:
+    names: Iterable[str], packed: Sequence[ChunkSpec], specs: Mapping[str, ShardSpec], config: Config,
+    mesh: Mesh, device: torch.device, counts: Callable[[ChunkSpec], bool] = lambda spec: True,
+    records: TaskRecords | None = None, ops: Ops = TORCH,
+) -> tuple[Chunk, ...]:  # fmt: skip
     """This rank's chunks that train, without values; what rests on the host does in `records`, or, on meta, nowhere.
 
     `names`: its trainable parameters, and perhaps others, in forward order; `counts`: whether of the pipeline ranks
@@ -150,21 +137,15 @@ def build_chunks(
     staging, received = _slots(sharding, names, packed, scatterers, precision.gradient, device, in_flight)
     return tuple(
         Chunk(
-            spec,
-            group,
-            types=ChunkTypes.of(precision),
-            device=device,
+            spec, group, types=ChunkTypes.of(precision), device=device, sharding=sharding,
             counted=_counted(spec, specs, mesh) if counts(spec) else (),
-            sharding=sharding,
             on_host=records if config.memory.moves else None,
             master_on_host=config.memory.records_tier != "device",
-            staging=staging,
-            received=received if sharding.scatters else None,
-            slot=slot,
+            staging=staging, received=received if sharding.scatters else None, slot=slot,
             square_sum=ops.square_sum,
         )
         for slot, (spec, group) in enumerate(zip(packed, groups, strict=True))
-    )
+    )  # fmt: skip
 
 
 def build_frozen(
@@ -242,14 +223,9 @@ def slots_of(chunks: Sequence[Chunk]) -> tuple[ArenaAllocator, ...]:
 
 
 def _slots(
-    sharding: Sharding,
-    names: Iterable[str],
-    packed: Sequence[ChunkSpec],
-    comms: Sequence[Communicator],
-    dtype: torch.dtype,
-    device: torch.device,
-    in_flight: int,
-) -> tuple[ArenaAllocator, ArenaAllocator]:
+    sharding: Sharding, names: Iterable[str], packed: Sequence[ChunkSpec], comms: Sequence[Communicator],
+    dtype: torch.dtype, device: torch.device, in_flight: int,
+) -> tuple[ArenaAllocator, ArenaAllocator]:  # fmt: skip
     """Slots for accumulating gradients, and for what other ranks send in reductions, for each of `packed`.
 
     The stages on a rank of a pipeline run one after the other; a chunk of several stages accumulates all step."""
@@ -276,8 +252,7 @@ def _slots(
 def _fill_of(
     packed: Sequence[ChunkSpec], names: Iterable[str], sharding: Sharding, in_flight: int
 ) -> tuple[LiveInterval, ...]:
-    """When each of these chunks fills in one backward, or in all of one visit; `names` of all parameters in forward
-    order."""
+    """When each of these chunks fills in one backward, or in all of one visit; `names` as for `build_chunks`."""
     place = {entry.name: index for index, spec in enumerate(packed) for entry in spec.entries}
     order = [place[name] for name in names if name in place]
     found = fill_intervals(order, [spec.numel for spec in packed], in_flight)

@@ -117,12 +117,8 @@ def _all(*transfers: Transfer) -> None:
 
 
 def _beside(
-    ops: Ops,
-    state: Sequence[Tensor],
-    send: Callable[[], Transfer],
-    bring: Callable[[], Transfer],
-    lasts: float,
-) -> None:
+    ops: Ops, state: Sequence[Tensor], send: Callable[[], Transfer], bring: Callable[[], Transfer], lasts: float
+) -> None:  # fmt: skip
     """An update while both directions copy; `lasts`: of how many copies each way."""
     copies = [copy() for _ in range(max(1, round(lasts))) for copy in (send, bring)]
     _update(ops, state)

@@ -38,16 +38,10 @@ class DeferredUpdates:
     """Runs the actions of a step's updates, as far as they are requested."""
 
     def __init__(
-        self,
-        actions: Sequence[Action],
-        handlers: Mapping[ActionKind, Callable[[Action], None]],
-        end: Callable[[], None],
-        arrive: Callable[[int], None] = lambda chunk: None,
-        *,
-        by_gradient: bool = False,
-        in_order: bool = False,
-        wait: Callable[[], None] = lambda: None,
-    ) -> None:
+        self, actions: Sequence[Action], handlers: Mapping[ActionKind, Callable[[Action], None]],
+        end: Callable[[], None], arrive: Callable[[int], None] = lambda chunk: None, *,
+        by_gradient: bool = False, in_order: bool = False, wait: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """`handlers` do the actions of their kind; `arrive`, in the order of chunks, waits for the new weights of one
         whose update has started; `wait`, before the end, for those that no `arrive` has waited for; `end` is called
         when all are done; `by_gradient`: the gradient of a chunk is there from its turn on, so no action of another one
@@ -145,8 +139,7 @@ class UpdatesInBackward:
         self._waits = False  # from the first chunk on that lacks a gradient on this rank
 
     def begin(self, deferred: DeferredUpdates | None) -> None:
-        """A backward begins, whose updates are `deferred`, from the last chunk to the first; None: nothing is
-        updated."""
+        """A backward begins, whose updates are `deferred`, from the last chunk to the first; None: none are made."""
         self.deferred, self._waits = deferred, False
         self._next, self._summed = len(self._place) - 1, set()
 

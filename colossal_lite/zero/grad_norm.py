@@ -44,12 +44,8 @@ def squares_of(
 def ordered_squares(
     chunks: Sequence[Chunk], entries: Sequence[Entry], mesh: Mesh, device: torch.device
 ) -> Tensor:
-    """This rank's terms [sections * blocks]: the squares of its blocks, in the order of `entries`, which are those of
-    the whole pipeline.
-
-    Each rank of the tensor axis has a section for its own pieces. What some of them hold in common is in the section of
-    the first of these.
-    """
+    """This rank's terms [sections * blocks]: the squares of its blocks, in the order of `entries` of all stages. Each
+    rank of the tensor axis has a section. What some of them hold in common is in that of the first of these."""
     found = {entry.name: (chunk, entry) for chunk in chunks for entry in chunk.spec.entries}
     blocks = sum(blocks_of(entry) for entry in entries)
     out = torch.zeros(mesh.size("tensor"), blocks, dtype=torch.float64, device=device)

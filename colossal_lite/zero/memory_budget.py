@@ -107,8 +107,7 @@ class MemoryBudget:
     ) -> None:  # fmt: skip
         """`coord`: of this rank on the pipeline axis; `frozen`: the chunks that do not train; `apart_bytes`: of frozen
         parameters that are in none; `outlives`: all state goes to a store when the engine is closed; `began`: as
-        `StageHooks.began`. Collective; raises ConfigError on every rank for a budget that is too small for any
-        batch."""
+        `StageHooks.began`. Collective; raises ConfigError on every rank for a budget too small for any batch."""
         self._coord, self._is_staged = coord, config.parallel.pipeline.is_staged
         self._defers = defers_updates(config)
         self._began, self._has_warned = began, False
@@ -155,8 +154,7 @@ class MemoryBudget:
             return self._world.gather_json(mine)
 
     def _raise(self, problems: Iterable[Problem]) -> None:
-        """Refuse what any rank has found: stages differ. Collective over a pipeline; raises ConfigError on every
-        rank."""
+        """Refuse what any rank has found. Collective over a pipeline; raises ConfigError on every rank."""
         found = list(problems)
         if self._is_staged:
             rows = self._of_all([[p.path, p.value, p.rule, p.legal] for p in found])

@@ -272,8 +272,7 @@ class ChunkOptimizer(OptimizerState):
             self.shards.used(index)
 
     def _brought(self, index: int, *, is_whole: bool) -> Mapping[str, Tensor]:
-        """The state of a chunk on the device, beside its weights and gradient. `is_whole`: all weights are written
-        next."""
+        """The state of a chunk on the device, with its weights and gradient. `is_whole`: all weights are written."""
         state: Mapping[str, Tensor] = self._state[index]
         if self.tiers is not None and index not in self._on_device:
             state = self.tiers.here(index)
@@ -310,8 +309,7 @@ class ChunkOptimizer(OptimizerState):
         """The update of these ranges of a chunk, wherever what this rank owns of it is."""
         chunk, rule = self._chunks[index], self._rules[index]
         group = self._groups[chunk.spec.key.group]
-        # As a rule the first chunk says it for all.
-        before = None if self.changed else [each.clone() for each in _master_parts(part)]
+        before = None if self.changed else _copies(part)  # as a rule the first chunk says it for all
         for span in spans:
             entry, local = chunk.spec.entries[span.first], slice(span.start, span.stop)
             shape = torch.Size([span.stop - span.start]) if rule.is_elementwise else self._shapes[entry.name]
@@ -357,9 +355,8 @@ class ChunkOptimizer(OptimizerState):
         return True
 
     def arrived(self, chunk: Chunk) -> None:
-        """Wait until the model can read the new weights of a chunk, if it is updated on the host. Those that rest there
-        are fetched after their update, so the link waits and the caller does not. Raises what its copies or its update
-        have raised."""
+        """Wait until the model can read the new weights of a chunk, if it is updated on the host. For those that rest
+        there the link waits, and the caller does not. Raises what its copies or its update have raised."""
         if self.host_updates is not None and (chunk.weights_at_rest is None or self._backward):
             self.host_updates.arrived(self._index[chunk.spec.id])
 
@@ -552,3 +549,7 @@ class ChunkOptimizer(OptimizerState):
 def _master_parts(part: LocalShard) -> tuple[Tensor, ...]:
     """All memory of a chunk's masters."""
     return (part.master,) if part.residual is None else (part.local_shard, part.residual)
+
+
+def _copies(part: LocalShard) -> tuple[Tensor, ...]:
+    return tuple(each.clone() for each in _master_parts(part))

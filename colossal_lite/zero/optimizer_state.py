@@ -75,8 +75,7 @@ class OptimizerState:
 
     @contextmanager
     def at_hand(self, chunk: Chunk, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
-        """The state of a chunk by name, and its master in the chunk, in memory; to be changed if `write`. Raises
-        DiskError."""
+        """The state of a chunk by name, and its master in it, in memory; to be changed if `write`. Raises DiskError."""
         self._split_joined()
         index = self._index[chunk.spec.id]
         if write:

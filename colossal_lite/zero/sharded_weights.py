@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from colossal_lite.config.schema import ZeroConfig
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.chunk import Chunk
 from colossal_lite.memory.weight_chunk import SavedView, WeightChunk
@@ -40,9 +41,10 @@ from colossal_lite.schedule.gather_plan import FROM_NEAR, GatherMoment, GatherPl
 from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.transforms.compiled_units import Place
 from colossal_lite.zero.build_chunks import slots_of
+from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gather_units import plan_of, units_of
-from colossal_lite.zero.gradient_hooks import GradientHooks
-from colossal_lite.zero.weight_slots import ShardedWeights
+from colossal_lite.zero.gradient_hooks import GradientHooks, StageHooks
+from colossal_lite.zero.weight_slots import ShardedWeights, StageGather
 
 NOTHING: Needs = frozenset()
 
@@ -322,8 +324,7 @@ class ParameterGather(ShardedWeights):
         self._current = needs
 
     def _make_resident(self, resident: Mapping[int, int], *, gathers: bool = True) -> None:
-        """Make exactly the chunks `resident`, each at its offset; if not `gathers`, those from the host are only
-        fetched."""
+        """Make exactly the chunks `resident`, each at its offset; if not `gathers`, those of the host only come up."""
         self._run_deferred_until(self._last_trained(resident))
         for index in [i for i, offset in self._resident.items() if resident.get(i) != offset]:
             self._drop(index)
@@ -382,3 +383,20 @@ class ParameterGather(ShardedWeights):
         self.plan = self.planned(self.prefetch)
         if self.plan is not None:
             self._planned_numel, self._kept = self.plan.arena_numel, self.plan.kept
+
+
+def weights_of(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk], hooks: StageHooks,
+    world: Communicator, zero: ZeroConfig, frozen: Sequence[WeightChunk] = (), *, is_staged: bool, is_traced: bool,
+) -> ForwardGates:  # fmt: skip
+    """The gates for these chunks: none sharded, of pipeline stages (`is_staged`), or of a whole model.
+
+    `is_traced`: the stages are those of a traced model. `parameters`: by the names that the chunks have for them."""
+    if not any(chunk.is_sharded for chunk in (*chunks, *frozen)):
+        return ForwardGates(module, parameters, chunks)
+    if is_staged:
+        return StageGather(module, parameters, chunks, frozen, is_traced=is_traced)
+    return ParameterGather(
+        module, parameters, chunks, hooks.only, world, frozen=frozen,
+        prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward,
+    )  # fmt: skip

@@ -59,8 +59,7 @@ class StepUses:
     def of_trace(
         cls, gathers: GatherPlan | None, accumulation: int, num_chunks: int, *, defers: bool
     ) -> StepUses:
-        """Of a step without stages: as many micro-batches, each gathering by that plan. `defers`: updates run in the
-        first forward."""
+        """Of a step without stages, whose micro-batches gather by that plan. `defers`: updates run in a forward."""
         if gathers is None:
             return cls(accumulation)
         begins = frozenset(gathers.forward[0].resident) if gathers.forward else frozenset[int]()
@@ -85,8 +84,7 @@ class StepUses:
 
 
 def _fetched_in_order(actions: Iterable[Action], last: int, stop: int) -> frozenset[int]:
-    """The chunks between `last`, which has been updated, and `stop` whose update is the last so far when they are first
-    fetched."""
+    """The chunks between the updated `last` and `stop` that are fetched first when their update is the last so far."""
     found = set[int]()
     for action in actions:
         if action.kind in (ActionKind.FETCH, ActionKind.UNSHARD) and action.resource != FROM_NEAR:
@@ -194,9 +192,8 @@ def fixed_of(
 def beside_of(
     chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer, accumulation: int, *, is_staged: bool
 ) -> tuple[LiveRange, ...] | None:  # fmt: skip
-    """The live ranges that share an arena with pieces on the device (memory/arena.py); None: there is no such arena.
-    The backwards of a pipeline's stages have no order that all its schedules keep. So each kind of buffer has its own
-    there."""
+    """The live ranges that share an arena with pieces on the device (memory/arena.py); None: there is no such arena,
+    as in a pipeline. The backwards of its stages have no order that all its schedules keep."""
     if is_staged or optimizer.shards is None:
         return None
     backward = (each for slots in slots_of(chunks) for each in slots.live_ranges)

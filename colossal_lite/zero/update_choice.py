@@ -174,8 +174,7 @@ class UpdateChoice:
         return found
 
     def _found_here(self) -> RatesConfig:
-        """The rates that `colossal-lite calibrate` has kept of this machine; else measured now, by all ranks at the
-        same time."""
+        """The rates of this machine that `colossal-lite calibrate` has kept; else measured now by all ranks at once."""
         if self._device.type == "meta":
             raise ValueError(
                 "memory.update_on = 'auto': a plan does not measure this machine; legal: memory.rates="

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +34,9 @@ Factory = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class OwnOptimizer:
-    """The interface of `ChunkOptimizer` over a torch optimizer that `factory` makes.
-
-    Raises ValueError for a factory that makes no optimizer, and for one whose step needs a closure. Also for one that
-    does not hold exactly the parameters it was given, or cannot take parameters without values.
-    """
+    """The interface of `ChunkOptimizer` over a torch optimizer that `factory` makes. Raises ValueError for a factory
+    that makes no optimizer, and for one whose step needs a closure. Also for one that does not hold exactly the
+    parameters it was given, or cannot take parameters without values."""
 
     def __init__(
         self, chunks: Sequence[Chunk], shapes: Mapping[str, torch.Size], factory: Factory, *, scheduled: bool, seed: int
@@ -50,7 +49,9 @@ class OwnOptimizer:
             for entry in chunk.spec.entries:
                 self.parameters[entry.name] = nn.Parameter(chunk.of(chunk.master, entry, shapes[entry.name]))
         dtype = self._chunks[0].master.dtype if self._chunks else torch.float32
-        given = in_order_of(shapes, self.parameters, dtype)
+        elsewhere = partial(torch.empty, dtype=dtype, device="meta")  # of other stages, without values
+        own = self.parameters
+        given = {n: own[n] if n in own else nn.Parameter(elsewhere(shape)) for n, shape in shapes.items()}
         devices = {chunk.master.device for chunk in self._chunks if chunk.master.is_cuda}
         self._draws = OwnDraws("optimizer", seed, devices=list(devices))
         try:
@@ -80,8 +81,7 @@ class OwnOptimizer:
 
     @property
     def peak_lr(self) -> float:
-        """Of the first group: what the optimizer says now, or, under a schedule, what it said when it was
-        made."""
+        """Of the first group: as the optimizer has it now, or, under a schedule, as it was made."""
         return self._peaks[0] if self._scheduled else float(self._optimizer.param_groups[0]["lr"])
 
     def update(self, chunk: Chunk, used: Sequence[bool], *, factor: float, grad_scale: float) -> None:
@@ -190,26 +190,11 @@ class OwnOptimizer:
         return sum(t.nbytes for state in states for t in state.values() if isinstance(t, Tensor))
 
 
-def in_order_of(
-    shapes: Mapping[str, torch.Size], here: Mapping[str, nn.Parameter], dtype: torch.dtype
-) -> dict[str, nn.Parameter]:
-    """All parameters of a model: those of other stages without values."""
-    return {
-        name: here[name] if name in here else nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-        for name, shape in shapes.items()
-    }
-
-
 def check_apart(
-    factory: Factory,
-    shapes: Mapping[str, torch.Size],
-    stages: Iterable[Collection[str]],
-    device: torch.device,
-) -> None:
-    """Raises ValueError for an optimizer that cannot step the parameters of each of `stages` without the others.
-
-    Two steps of a model of this form with dims of 2 are compared with those of each stage, bitwise.
-    """
+    factory: Factory, shapes: Mapping[str, torch.Size], stages: Iterable[Collection[str]], device: torch.device
+) -> None:  # fmt: skip
+    """Raises ValueError for an optimizer that cannot step the parameters of each of `stages` without the others. Two
+    steps of a model of this form with dims of 2 are compared with those of each stage, bitwise."""
     whole = _probe(factory, shapes, shapes, device)
     for number, names in enumerate(stages):
         alone = _probe(factory, shapes, names, device)
