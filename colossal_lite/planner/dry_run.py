@@ -272,7 +272,7 @@ class DryRun:
         for chunk in (*chunks, *frozen):
             chunk.adopt(named, None)
         hooks = GradientHooks(chunks, named)
-        weights = ParameterGather(module, named, chunks, hooks, self.mesh.world, frozen=frozen)
+        weights = ParameterGather(module, named, chunks, hooks, self.mesh.world, self.config.zero, frozen)
         with _FlashAttention(), self.forms:
             part = self.batch(done, streams, samples)
             with weights.forward(), streams.forward(), done.told(part):

@@ -11,12 +11,13 @@ Cost: nothing unless a budget is exceeded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from colossal_lite.config.config import Config
 from colossal_lite.config.errors import Problem, more_ranks
 from colossal_lite.config.memory_schema import MemoryConfig
 from colossal_lite.memory.chunk import Chunk
@@ -28,9 +29,6 @@ from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.sharded_weights import ParameterGather
 from colossal_lite.zero.state_pieces import first_placement, host_bytes_of, spilled_by
 from colossal_lite.zero.user_optimizer import OwnOptimizer
-
-if TYPE_CHECKING:
-    from colossal_lite.config.config import Config
 
 Forecast = Callable[..., Mapping[str, int] | None]
 """Maps a step's samples and tokens on this rank to bytes: of each kind beside the state, and of the whole `device`.
@@ -106,83 +104,79 @@ def device_problems(
     )
 
 
-def host_problems(
-    memory: MemoryConfig, placed: StatePlacement, chunks: Sequence[Chunk],
-    optimizer: ChunkOptimizer | OwnOptimizer, device: torch.device, *, outlives: bool, stage: int,
-) -> Iterator[Problem]:  # fmt: skip
-    """Why the host's budget is too small, if it is. `outlives`: a store takes all state when the engine is closed.
-    `stage`: of ZeRO; without it each data rank has all state."""
-    budget = memory.host_budget
-    if budget is None:
-        return
-    held, first = _host_bytes(memory, placed, optimizer, device), placed.first_host_bytes
-    at_first = first_placement(memory, placed, device)
-    left, ranks = 0, more_ranks(stage)
-    if outlives:
-        left = max(_left_bytes(memory, each, chunks, optimizer, device) for each in (placed, at_first))
-    if left > max(held, first, budget):
-        rule = f"{left:,} bytes are on the host when the engine is closed: the store takes all state"
-        legal = f"{left:,} or more, {ranks}; or no store: a checkpoint hands on what the host cannot hold"
-        yield Problem("memory.host_budget", budget, rule, legal)
-    elif max(held, first) > budget:
-        least = " at the least" if memory.spills_to_disk else ""
-        when = ", before the device takes any" if first > held else ""
-        rule = f"{max(held, first):,} bytes rest on the host or pass through it{least}{when}"
-        other = "smaller fractions, " if memory.placement == "static" else ""
-        other += "a larger device_budget, " if memory.placement == "auto" and not when else ""
-        disk_bytes = _on_disk_instead(memory, placed, len(chunks), optimizer, device)
-        disk = f"; or memory.disk_dir, for {disk_bytes:,} bytes of optimizer state" if disk_bytes else ""
-        legal = f"{max(held, first):,} or more, {other}{ranks}{disk}"
-        yield Problem("memory.host_budget", budget, rule, legal)
+@dataclass(frozen=True)
+class HostBudget:
+    """Why the host's budget is too small for the state of an engine, if it is."""
 
+    memory: MemoryConfig
+    chunks: Sequence[Chunk]
+    optimizer: ChunkOptimizer | OwnOptimizer
+    device: torch.device
+    outlives: bool
+    """Whether a store takes all state when the engine is closed."""
+    stage: int
+    """Of ZeRO; without it each data rank has all state."""
 
-def _host_bytes(
-    memory: MemoryConfig, placed: StatePlacement, optimizer: ChunkOptimizer | OwnOptimizer,
-    device: torch.device,
-) -> int:  # fmt: skip
-    if memory.moves:
-        return host_bytes_of(placed, device)
-    found = optimizer.tiers.host_bytes if optimizer.tiers else 0
-    if optimizer.host_updates:
-        found += optimizer.host_updates.host_bytes
-    return found
+    def problems(self, placed: StatePlacement) -> Iterator[Problem]:
+        memory, budget, ranks, left = self.memory, self.memory.host_budget, more_ranks(self.stage), 0
+        if budget is None:
+            return
+        held, first = self._bytes(placed), placed.first_host_bytes
+        if self.outlives:
+            at_first = first_placement(memory, placed, self.device)
+            left = max(self._left_bytes(placed), self._left_bytes(at_first))
+        if left > max(held, first, budget):
+            rule = f"{left:,} bytes are on the host when the engine is closed: the store takes all state"
+            legal = f"{left:,} or more, {ranks}; or no store: a checkpoint hands on what the host cannot hold"
+            yield Problem("memory.host_budget", budget, rule, legal)
+        elif max(held, first) > budget:
+            least = " at the least" if memory.spills_to_disk else ""
+            when = ", before the device takes any" if first > held else ""
+            rule = f"{max(held, first):,} bytes rest on the host or pass through it{least}{when}"
+            other = "smaller fractions, " if memory.placement == "static" else ""
+            other += "a larger device_budget, " if memory.placement == "auto" and not when else ""
+            disk_bytes = self._on_disk_instead(placed, budget)
+            disk = f"; or memory.disk_dir, for {disk_bytes:,} bytes of optimizer state" if disk_bytes else ""
+            legal = f"{max(held, first):,} or more, {other}{ranks}{disk}"
+            yield Problem("memory.host_budget", budget, rule, legal)
 
+    def _bytes(self, placed: StatePlacement) -> int:
+        if self.memory.moves:
+            return host_bytes_of(placed, self.device)
+        parts = (self.optimizer.tiers, self.optimizer.host_updates)
+        return sum(part.host_bytes for part in parts if part)
 
-def _left_bytes(
-    memory: MemoryConfig, placed: StatePlacement, chunks: Sequence[Chunk],
-    optimizer: ChunkOptimizer | OwnOptimizer, device: torch.device,
-) -> int:  # fmt: skip
-    """On the host while the engine is closed. Then weights and records from elsewhere are in its store, and gradients
-    and buffers are still allocated."""
-    assert isinstance(optimizer, ChunkOptimizer)
-    stored = (StateKind.WEIGHTS, StateKind.OPTIMIZER)
-    there = sum(p.resting_bytes for p in placed.pieces if p.name in placed.on_host and p.name.kind in stored)
-    if not memory.moves and optimizer.tiers:
-        there = optimizer.tiers.record_bytes("host")
-    records = sum(map(optimizer.record_bytes, range(len(chunks))))
-    weights = sum(chunk.types.resting_bytes(chunk.local_shard.numel()) for chunk in chunks)
-    return _host_bytes(memory, placed, optimizer, device) - there + records + weights
+    def _left_bytes(self, placed: StatePlacement) -> int:
+        """On the host while the engine is closed. Then weights and records from elsewhere are in its store, and
+        gradients and buffers are still allocated."""
+        optimizer, stored = self.optimizer, (StateKind.WEIGHTS, StateKind.OPTIMIZER)
+        assert isinstance(optimizer, ChunkOptimizer)
+        there = sum(
+            p.resting_bytes for p in placed.pieces if p.name in placed.on_host and p.name.kind in stored
+        )
+        if not self.memory.moves and optimizer.tiers:
+            there = optimizer.tiers.record_bytes("host")
+        records = sum(map(optimizer.record_bytes, range(len(self.chunks))))
+        weights = sum(chunk.types.resting_bytes(chunk.local_shard.numel()) for chunk in self.chunks)
+        return self._bytes(placed) - there + records + weights
 
-
-def _on_disk_instead(
-    memory: MemoryConfig, placed: StatePlacement, num_chunks: int,
-    optimizer: ChunkOptimizer | OwnOptimizer, device: torch.device,
-) -> int | None:  # fmt: skip
-    """Bytes that a disk would hold, at the most, if there were one; None if that would not help."""
-    with_disk = memory.model_copy(update={"disk_dir": "."})
-    could_spill = with_disk.spills_to_disk and not memory.spills_to_disk
-    if not could_spill or memory.host_budget is None or optimizer.tiers is None:
-        return None
-    if not memory.moves:
-        sizes = {i: size for i in range(num_chunks) if (size := optimizer.record_bytes(i))}
-        room = memory.host_budget - _host_bytes(memory, placed, optimizer, device) + sum(sizes.values())
-        some = {i: sizes[i] for i in spilled(sizes, room)}
-        left = sum(sizes.values()) - sum(some.values()) + passing_bytes(some)
-        return sum(some.values()) if left <= room else None
-    every = frozenset(piece.name for piece in placed.pieces if piece.moves)
-    found = [spilled_by(with_disk, each, device) for each in (placed, replace(placed, on_host=every))]
-    fits = all(_host_bytes(memory, each, optimizer, device) <= memory.host_budget for each in found)
-    return max(each.read_bytes for each in found) if fits else None
+    def _on_disk_instead(self, placed: StatePlacement, budget: int) -> int | None:
+        """Bytes that a disk would hold, at the most, if there were one; None if that would not help."""
+        with_disk = self.memory.model_copy(update={"disk_dir": "."})
+        could_spill = with_disk.spills_to_disk and not self.memory.spills_to_disk
+        if not could_spill or self.optimizer.tiers is None:
+            return None
+        if not self.memory.moves:
+            sizes = {i: size for i in range(len(self.chunks)) if (size := self.optimizer.record_bytes(i))}
+            room = budget - self._bytes(placed) + sum(sizes.values())
+            some = {i: sizes[i] for i in spilled(sizes, room)}
+            left = sum(sizes.values()) - sum(some.values()) + passing_bytes(some)
+            return sum(some.values()) if left <= room else None
+        every = frozenset(piece.name for piece in placed.pieces if piece.moves)
+        found = [
+            spilled_by(with_disk, each, self.device) for each in (placed, replace(placed, on_host=every))
+        ]
+        return max(each.read_bytes for each in found) if max(map(self._bytes, found)) <= budget else None
 
 
 def smaller_steps(

@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from colossal_lite.config.config import Config
 from colossal_lite.config.errors import Problem, more_ranks, refuse
 from colossal_lite.config.memory_schema import MemoryConfig
 from colossal_lite.config.zero_stage import Sharding
@@ -51,9 +51,6 @@ from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.zero.optimizer import ChunkOptimizer
 from colossal_lite.zero.update_choice import UpdateChoice
-
-if TYPE_CHECKING:
-    from colossal_lite.config.config import Config
 
 # Chunks of this size are reduced while the next one fills; smaller ones pay more latency, larger ones overlap less.
 # Between GPUs latency weighs more: links move 8 MiB at a fraction of their bandwidth.
@@ -218,8 +215,8 @@ def host_room(memory: MemoryConfig, chunks: Sequence[Chunk], frozen: Sequence[We
 
 def slots_of(chunks: Sequence[Chunk]) -> tuple[ArenaAllocator, ...]:
     """The slots that these chunks share."""
-    found = [places for chunk in chunks for places in (chunk.staging, chunk.received) if places is not None]
-    return tuple({id(places): places for places in found}.values())
+    found = (places for chunk in chunks for places in (chunk.staging, chunk.received))
+    return tuple(dict.fromkeys(places for places in found if places is not None))
 
 
 def _slots(

@@ -31,12 +31,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from colossal_lite.config.config import Config
 from colossal_lite.config.errors import Problem, refuse
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.arena import Arena, ArenaAllocator
@@ -52,9 +53,9 @@ from colossal_lite.schedule.plan import Action
 from colossal_lite.schedule.step_moments import SharedInterval
 from colossal_lite.zero.budget_messages import (
     Forecast,
+    HostBudget,
     LaterBatch,
     device_problems,
-    host_problems,
     smaller_steps,
 )
 from colossal_lite.zero.build_chunks import defers_updates, slots_of
@@ -74,10 +75,6 @@ from colossal_lite.zero.state_pieces import (
 )
 from colossal_lite.zero.user_optimizer import OwnOptimizer
 from colossal_lite.zero.weight_slots import ShardedWeights
-
-if TYPE_CHECKING:
-    from colossal_lite.config.config import Config
-
 
 TOKENS = "tokens"
 """The name, in `lengths_of`, of the length of a first input that has one number for each token."""
@@ -114,7 +111,8 @@ class MemoryBudget:
         self._config, self._memory, self._accumulation = config, config.memory, config.gradient_accumulation
         self._chunks, self._weights, self._optimizer = tuple(chunks), weights, optimizer
         self._world, self._frozen, self._apart_bytes = world, tuple(frozen), apart_bytes
-        self._device, self._outlives = device, outlives
+        self._device, stage = device, config.zero.stage
+        self._host = HostBudget(config.memory, self._chunks, optimizer, device, outlives, stage)
         self._meter: LiveBytes | AllocatedBytes | None = None
         self._uses = self._uses_of(())
         self.messages_bytes = 0
@@ -131,8 +129,7 @@ class MemoryBudget:
         """The most that the model has held in an evaluation before that, on any rank."""
         self._changed_forecast: Forecast = lambda **_: None
         """Of the batch that was looked at last, with such `changes` of the config."""
-        self._samples = 0
-        """Of that batch."""
+        self._samples = 0  # of that batch
         self._gathered_bytes = least_gathered_bytes((*chunks, *frozen))
         self._refuse(self._placed(self._gathered_bytes, 0), is_floor=True)
         self._begin()
@@ -421,11 +418,7 @@ class MemoryBudget:
         return pieces_of(self._chunks, self._optimizer, self._uses, self._frozen)
 
     def _refuse(self, placed: StatePlacement, *, is_floor: bool = False) -> None:
-        on_host = host_problems(
-            self._memory, placed, self._chunks, self._optimizer, self._device, outlives=self._outlives,
-            stage=self._config.zero.stage,
-        )  # fmt: skip
-        self._raise([*self._device_problems(placed, is_floor=is_floor), *on_host])
+        self._raise([*self._device_problems(placed, is_floor=is_floor), *self._host.problems(placed)])
 
     def _device_problems(
         self, placed: StatePlacement, whose: str = "", *, is_floor: bool = False, is_foretold: bool = False

@@ -23,14 +23,13 @@ Source: arXiv 1910.02054, section 5.3; prefetch from the order of the first step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from colossal_lite.config.schema import ZeroConfig
 from colossal_lite.distributed.communicator import Communicator
@@ -60,12 +59,10 @@ class ParameterGather(ShardedWeights):
 
     def __init__(
         self, module: nn.Module, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk],
-        hooks: GradientHooks, world: Communicator, *, frozen: Sequence[WeightChunk] = (),
-        prefetch: int = 1, reshard_after_forward: bool | int = True,
+        hooks: GradientHooks, world: Communicator, zero: ZeroConfig, frozen: Sequence[WeightChunk] = (),
     ) -> None:  # fmt: skip
         """`frozen`: the chunks that do not train, numbered behind `chunks`."""
-        self._hooks, self._world = hooks, world
-        self.prefetch, self._reshard_after_forward = prefetch, reshard_after_forward
+        self._hooks, self._world, self._zero = hooks, world, zero
         self._ordered: tuple[WeightChunk, ...] = (*chunks, *frozen)
         self._units = units_of(self._ordered)
         self.trace: Trace | None = None
@@ -93,7 +90,7 @@ class ParameterGather(ShardedWeights):
     def forward(self, stage: int = 0) -> Iterator[None]:
         self._begin(Phase.FORWARD)
         keeps = torch.is_grad_enabled()
-        with saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext(), self._watched(stage):
+        with self._watched(stage):
             yield
         self._end()
         self.run_deferred()
@@ -118,7 +115,7 @@ class ParameterGather(ShardedWeights):
         left = (action for step in self._steps[self._next :] for action in step.actions)
         if any(action.kind is ActionKind.FETCH and action.resource != FROM_NEAR for action in left):
             return
-        self._after_fetches, call = None, self._after_fetches
+        call, self._after_fetches = self._after_fetches, None
         call()
 
     def flush(self) -> None:
@@ -196,8 +193,12 @@ class ParameterGather(ShardedWeights):
         self._again = node, asked
 
     def _unpack(self, saved: tuple[Tensor, int] | SavedView) -> Tensor:
-        if isinstance(saved, tuple):
-            return self._checked(saved)
+        if isinstance(saved, SavedView):
+            self._bring(saved)
+        return super()._unpack(saved)
+
+    def _bring(self, saved: SavedView) -> None:
+        """Make the weights gathered that backward reads through this view."""
         if self._phase is Phase.IDLE:
             raise ValueError(
                 "backward: at zero.stage=3 it gathers weights; call engine.backward(loss) in the place of "
@@ -213,7 +214,6 @@ class ParameterGather(ShardedWeights):
             )
         self._node, self._block = node, NOTHING
         self._need(needs | self._held)
-        return saved.rebuilt()
 
     def _need(self, needs: Needs) -> None:
         """Make the chunks `needs` gathered."""
@@ -374,13 +374,12 @@ class ParameterGather(ShardedWeights):
         """What the plan would be with so many units ahead; None while there is no trace."""
         if self.trace is None:
             return None
-        return plan_of(
-            self.trace, self._ordered, prefetch=prefetch, reshard_after_forward=self._reshard_after_forward
-        )
+        reshards = self._zero.reshard_after_forward
+        return plan_of(self.trace, self._ordered, prefetch=prefetch, reshard_after_forward=reshards)
 
     def replan(self) -> None:
         """Plan again after shards have changed tiers; the order of gathers and the slots do not change."""
-        self.plan = self.planned(self.prefetch)
+        self.plan = self.planned(self._zero.prefetch)
         if self.plan is not None:
             self._planned_numel, self._kept = self.plan.arena_numel, self.plan.kept
 
@@ -396,7 +395,4 @@ def weights_of(
         return ForwardGates(module, parameters, chunks)
     if is_staged:
         return StageGather(module, parameters, chunks, frozen, is_traced=is_traced)
-    return ParameterGather(
-        module, parameters, chunks, hooks.only, world, frozen=frozen,
-        prefetch=zero.prefetch, reshard_after_forward=zero.reshard_after_forward,
-    )  # fmt: skip
+    return ParameterGather(module, parameters, chunks, hooks.only, world, zero, frozen)

@@ -71,8 +71,7 @@ class OwnOptimizer:
         self.links: tuple[Link, ...] = ()
         self.moves: dict[ActionKind, Callable[[Action], None]] = {}
         self._peaks = [float(group["lr"]) for group in self._optimizer.param_groups]
-        self._rates = self._peaks
-        """Learning rates that a schedule of the config has set last."""
+        self._rates = self._peaks  # learning rates that a schedule of the config has set last
         self._held = self._held_now()
         self.changed = False
         """Whether the last step has changed any weight; on CUDA, where the host does not wait for it, the one

@@ -50,18 +50,15 @@ class ShardedWeights(ForwardGates):
         self.up: Link | None = None
         """The link for shards that rest on the host."""
         self._arena: Tensor | None = None
-        self._in_shared: set[int] = set()
-        """Chunks whose slots lie in an arena of all engines of a store."""
+        self._in_shared: set[int] = set()  # chunks whose slots lie in an arena of all engines of a store
         self._shared_arena: Tensor | None = None
         self._slots_in: set[int] = set()
         """Identities of the storages of both arenas; empty while there is none."""
         self._most_shared_numel = 0
-        self._planned_numel = 0
-        """Elements of the arena by the plan; 0 while there is none."""
-        self._kept: Mapping[int, int] = {}
-        """Offsets of the parts that neighbours store, by chunk."""
-        self._most_numel = 0
-        """Elements of the arena up to the furthest that was used."""
+        self._planned_numel = 0  # elements of the arena by the plan; 0 while there is none
+        self._kept: Mapping[int, int] = {}  # offsets of the parts that neighbours store, by chunk
+        self._most_numel = 0  # elements of the arena up to the furthest that was used
+        self._stage = 0  # whose forward runs
         self._resident: dict[int, int] = {}  # chunk -> offset
         self._has_part: set[int] = set()  # chunks whose parts the neighbours hold
         self._wanted: dict[int, int] = {}  # chunk -> offset, of one that is fetched when its update has run
@@ -116,6 +113,13 @@ class ShardedWeights(ForwardGates):
         if whole := [chunk for chunk in needed if not chunk.is_sharded and chunk.spec.id in self._place]:
             yield from place.before(partial(self._enter, whole))
 
+    @contextmanager
+    def _watched(self, stage: int) -> Iterator[None]:
+        self._stage = stage
+        hooks = saved_tensors_hooks(self._pack, self._unpack) if torch.is_grad_enabled() else nullcontext()
+        with hooks, super()._watched(stage):
+            yield
+
     # ---- saved views ----
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | SavedView:
@@ -158,9 +162,10 @@ class ShardedWeights(ForwardGates):
             f"read by calling the module that owns it; or use zero.stage=2"
         )
 
-    @staticmethod
-    def _checked(saved: tuple[Tensor, int]) -> Tensor:
-        """A saved tensor that is no weight. Raises ValueError if it was modified since."""
+    def _unpack(self, saved: tuple[Tensor, int] | SavedView) -> Tensor:
+        """Raises ValueError for a saved tensor that is no weight, if it was modified since."""
+        if isinstance(saved, SavedView):
+            return saved.rebuilt()
         tensor, version = saved
         if tensor._version != version:
             raise ValueError(
@@ -258,7 +263,6 @@ class StageGather(ShardedWeights):
         super().__init__(module, parameters, chunks, frozen)
         self._is_traced = is_traced
         self._actions: Sequence[Action] = ()
-        self._stage = 0  # whose forward runs
         self.slots = GatherSlots()
         """Slots of the list that was followed last."""
         self._own_numel = self._shared_numel = 0  # of both arenas, by the plan
@@ -335,19 +339,9 @@ class StageGather(ShardedWeights):
         for chunk in self._of_stage.get(stage, ()):
             chunk.finish_gather()
 
-    @contextmanager
-    def forward(self, stage: int = 0) -> Iterator[None]:
-        self._stage = stage
-        hooks = saved_tensors_hooks(self._pack, self._unpack) if torch.is_grad_enabled() else nullcontext()
-        with hooks, super().forward(stage):
-            yield
-
     def _refuse_read(self, chunk: WeightChunk) -> None:
         if not self._is_traced or self._stage in chunk.spec.key.stages:
             super()._refuse_read(chunk)
-
-    def _unpack(self, saved: tuple[Tensor, int] | SavedView) -> Tensor:
-        return self._checked(saved) if isinstance(saved, tuple) else saved.rebuilt()
 
 
 def _refuse_change(what: str) -> NoReturn:
