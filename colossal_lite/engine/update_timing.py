@@ -203,14 +203,9 @@ class Updates:
 
         return DeferredUpdates(
             self._optimizer.plan[0], {ActionKind.UPDATE: update, **self._optimizer.moves}, end, arrive,
-            by_gradient=self._in_backward is not None, in_order=self._goes_home,
-            wait=self._optimizer.finish_on_host,
+            by_gradient=self._in_backward is not None, wait=self._optimizer.finish_on_host,
+            in_order=any(chunk.weights_at_rest is not None for chunk in self._chunks),
         )  # fmt: skip
-
-    @property
-    def _goes_home(self) -> bool:
-        """Whether some updated weights are copied to the host, where they rest."""
-        return any(chunk.weights_at_rest is not None for chunk in self._chunks)
 
     def _update(self, action: Action, used: Used, factor: float, scale: float) -> None:
         """Run the update of a chunk; on the host only start it."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, takewhile
 from typing import NamedTuple
@@ -59,16 +59,13 @@ from colossal_lite.zero.optimizer_state import OptimizerState
 from colossal_lite.zero.update_choice import UpdateChoice, emulated_speeds
 
 
-@dataclass(frozen=True)
-class Range:
-    """Elements [start, stop) of what a rank owns of a chunk, which have all taken `steps` updates so far: of
-    entries `first` to `last`."""
+class Range(NamedTuple):
+    """Elements [start, stop) of what a rank owns of a chunk, all after `steps` updates; `first`: their first entry."""
 
     start: int
     stop: int
     steps: int
     first: int
-    last: int
 
 
 def ranges_to_update(
@@ -85,7 +82,7 @@ def ranges_to_update(
             stop = chunk.spec.numel if is_end else entries[last].stop
             start, stop = max(entries[first].start, owned_start), min(stop, owned_stop)
             if start < stop:
-                yield Range(start - owned_start, stop - owned_start, steps[first], first, last)
+                yield Range(start - owned_start, stop - owned_start, steps[first], first)
 
 
 ORIGINS = {

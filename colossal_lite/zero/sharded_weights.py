@@ -161,11 +161,14 @@ class ParameterGather(ShardedWeights):
             return
         # What a module with children owns may be read before, between and behind them.
         yield from place.before(partial(self._enter_parent, needs))
-        yield from place.behind(self._parents.pop)
+        yield from place.behind(self._leave_parent)
 
     def _enter_parent(self, needs: Needs, module: nn.Module, args: Any) -> None:
         self._parents.append(self._held_with(needs))
         self._need(self._held)
+
+    def _leave_parent(self) -> None:  # torch would take what a hook returns for the output
+        self._parents.pop()
 
     @contextmanager
     def again(self, owner: nn.Module) -> Iterator[None]:
