@@ -58,7 +58,7 @@ class Updates:
         self._told: PendingCollective | None = None  # (loss, weight, terms of the comparison) of all ranks
         if self._in_backward is not None:
             hooks.hand_on(self._in_backward.summed, concludes=True)
-        elif isinstance(optimizer, ChunkOptimizer) and optimizer.sends_gradients:
+        elif isinstance(optimizer, ChunkOptimizer) and optimizer.tiers and optimizer.mix.early:
             hooks.hand_on(optimizer.send_gradient)
 
     @property

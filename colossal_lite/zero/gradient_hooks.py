@@ -166,10 +166,6 @@ class GradientHooks:
             chunk.clear()
         self._reduces = self._ends = self._frees = False
 
-    @property
-    def is_clear(self) -> bool:
-        return all(chunk.state is GradientState.EMPTY for chunk in self._chunks)
-
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -336,7 +332,7 @@ class StageHooks:
 
     @property
     def is_clear(self) -> bool:
-        return all(hooks.is_clear for hooks in self._hooks.values())
+        return all(chunk.state is GradientState.EMPTY for chunk in self._chunks.values())
 
     def remove(self) -> None:
         self.held.drop()

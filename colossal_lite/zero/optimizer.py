@@ -361,12 +361,6 @@ class ChunkOptimizer(OptimizerState):
         """The copies that still read the gradient of a chunk whose update on the host has started."""
         return self.host_updates.leaving(self._index[chunk.spec.id]) if self.host_updates else ()
 
-    @property
-    def update_bytes(self) -> int:
-        """What an update on the device holds beside the state, at the most."""
-        there = [chunk for index, chunk in enumerate(self._chunks) if not self._is_on_host(index)]
-        return max((chunk.update_bytes for chunk in there), default=0)
-
     def is_updated_on_host(self, chunk: Chunk) -> bool:
         """Whether a chunk's update is, for as long as its record rests where it does now."""
         return self._is_on_host(self._index[chunk.spec.id])
@@ -379,23 +373,14 @@ class ChunkOptimizer(OptimizerState):
         if self.host_updates is not None:
             self.host_updates.send(self._index[chunk.spec.id])
 
-    @property
-    def sends_gradients(self) -> bool:
-        """Whether gradients leave in backward for updates on the host, where there are such."""
-        return self.tiers is not None and self.mix.early
-
     def prepare(self) -> None:
         """Before the gradients are known: start to fetch the state for the first updates. In a shared arena, that for
         which its plan has room in backward (`StatePlacement.arena_with_room`)."""
+        early = early_records(self.arena.plan) if self.arena else ()
         for action in takewhile(lambda a: a.kind is ActionKind.FETCH, self.plan[0] if self.tiers else ()):
             assert self.tiers is not None
-            if self.shards is None or action.chunk in self.early_records:
+            if self.shards is None or action.chunk in early:
                 self.tiers.move(action)
-
-    @property
-    def early_records(self) -> frozenset[int]:
-        """The chunks whose records have places in a shared arena before their updates."""
-        return early_records(self.arena.plan) if self.arena else frozenset()
 
     def defer(self) -> None:
         """A step has ended: until its updates are done, the state at rest is not valid."""

@@ -66,11 +66,6 @@ class OptimizerState:
         """Of the state of chunk `index`, its master included where that is apart from the weights."""
         return self._state_bytes(index) + self._chunks[index].master_bytes
 
-    @property
-    def forecast_bytes(self) -> int:
-        """By the formula: each rule's states, an element as wide as updates compute, or narrow."""
-        return sum(map(self._state_bytes, range(len(self._chunks))))
-
     # ---- reads and writes between steps ----
 
     @contextmanager

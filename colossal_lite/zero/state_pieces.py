@@ -185,7 +185,7 @@ def fixed_of(
         fixed["staging"] = sum(slots.planned_bytes for slots in slots_of(chunks))
     if optimizer.tiers is None:
         fixed["masters"] = sum(c.master_bytes for c in chunks)
-        fixed["optimizer"] = optimizer.forecast_bytes
+        fixed["optimizer"] = sum(optimizer.bytes_of(c)[1] for c in chunks)
     return fixed
 
 
@@ -215,9 +215,8 @@ def update_bytes_of(
     memory: MemoryConfig, chunks: Sequence[Chunk], optimizer: ChunkOptimizer | OwnOptimizer
 ) -> int:
     """The most that an update on the device may hold beside the state, wherever records rest."""
-    if isinstance(optimizer, ChunkOptimizer) and not memory.moves:
-        return optimizer.update_bytes
-    return max((chunk.update_bytes for chunk in chunks), default=0)
+    there = (chunk for chunk in chunks if memory.moves or not optimizer.is_updated_on_host(chunk))
+    return max((chunk.update_bytes for chunk in there), default=0)
 
 
 def placed_by(

@@ -148,10 +148,10 @@ class OwnOptimizer:
         """State is the optimizer's own, on the device: nothing of it is fetched, deferred, shared, counted or open."""
 
     tier_of = close = check = settle = prepare = begin = defer = changing = unchanged = rest = _nothing
-    set_updates = arrived = finish_on_host = _nothing
+    set_updates = arrived = finish_on_host = is_updated_on_host = _nothing
 
     def bytes_of(self, chunk: Chunk) -> tuple[int, int]:
-        """Bytes of a chunk's state now, twice: only the optimizer knows what it will be."""
+        """Bytes of a chunk's state now, twice: only the optimizer knows what its first step makes."""
         held = sum(t.nbytes for state in self.states_of(chunk) for t in state.values())
         return held, held
 
@@ -181,12 +181,6 @@ class OwnOptimizer:
     def updates(self) -> dict[str, int]:
         """None is counted here."""
         return {}
-
-    @property
-    def forecast_bytes(self) -> int:
-        """Bytes of its state now: it makes that at its first step, and only it knows what it will be."""
-        states = self._optimizer.state.values()
-        return sum(t.nbytes for state in states for t in state.values() if isinstance(t, Tensor))
 
 
 def check_apart(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.engine.engine import Engine
+from colossal_lite.offload.arena_waits import early_records
 from tests.shared.parity import Case, start
 from tests.shared.places import patched
 from tests.shared.pool import RankEnv, WorldError, run_world
@@ -283,7 +284,8 @@ def story_of_shares(
         losses = [float(run.engine.train_step(run.batch(0)).loss)]
         EVENTS[event](run)
         losses += [float(run.engine.train_step(run.batch(number)).loss) for number in (1, 2)]
-        found = losses, state_of(run.engine), len(run.engine._optimizer.early_records)
+        arena = run.engine._optimizer.arena
+        found = losses, state_of(run.engine), len(early_records(arena.plan)) if arena else 0
     if event == "left":
         store.drop("gpt")
     return found
