@@ -79,9 +79,6 @@ class StepUses:
         }  # each stay ends with a RESHARD
         return cls(fetches=counts[ActionKind.RESHARD], sums=counts[ActionKind.REDUCE], shares_time=False)
 
-    def sums_of(self, chunk: int) -> int:
-        return self.every if self.sums is None else self.sums.get(chunk, 1)
-
 
 def _fetched_in_order(actions: Iterable[Action], last: int, stop: int) -> frozenset[int]:
     """The chunks between the updated `last` and `stop` that are fetched first when their update is the last so far."""
@@ -103,7 +100,8 @@ def pieces_of(
     time_shared, in_flight = _time_shared(chunks, uses), in_flight_of(chunks)
     out: list[StatePiece] = []
     for index, chunk in enumerate(chunks):
-        fetches, sums = uses.fetches.get(chunk.spec.id, 0), uses.sums_of(chunk.spec.id)
+        fetches = uses.fetches.get(chunk.spec.id, 0)
+        sums = uses.every if uses.sums is None else uses.sums.get(chunk.spec.id, 1)
         begins = chunk.spec.id in uses.begins
         if optimizer.is_updated_on_host(chunk):
             for piece in _updated_on_host(index, chunk, optimizer, fetches, sums, begins):
