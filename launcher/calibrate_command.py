@@ -17,8 +17,8 @@ class CalibrateCommand:
     its number of threads. torchrun gives each of several ranks one (OMP_NUM_THREADS=1)."""
 
     file: Path | None = None
-    """Where to keep them; left out, where `memory.update_on='auto'` looks for those of this machine, in XDG_CACHE_HOME
-    or ~/.cache."""
+    """Where to keep them; left out, where `memory.update_on='auto'` looks for those of this machine, in
+    ~/.cache."""
     disk_dir: Path | None = None
     """Measure the disk of this folder too, with 64 MiB that are gone afterwards."""
 
@@ -26,20 +26,14 @@ class CalibrateCommand:
         import torch
 
         from colossal_lite import kernels
-        from colossal_lite.config.rates_file import (
-            RatesFile,
-            cache_folder,
-            check_place,
-            default_file,
-            write_rates,
-        )
+        from colossal_lite.config.rates_file import RatesFile, check_place, default_file, write_rates
         from colossal_lite.zero.calibration import machine_name, measure
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         started_s = time.perf_counter()
         machine = machine_name(device)
         try:
-            path = self.file or default_file(machine, cache_folder())
+            path = self.file or default_file(machine, Path.home() / ".cache")
         except RuntimeError as error:
             raise ValueError(
                 "--file: not given, and this user has no home folder; legal: --file PATH, a file in a folder of yours"

@@ -37,16 +37,10 @@ def default_file(machine: str, cache: Path) -> Path:
     return cache / "colossal_lite" / f"rates-{re.sub(r'[^A-Za-z0-9.]+', '-', machine).strip('-')}.json"
 
 
-def cache_folder() -> Path:
-    """The user's folder of caches. Raises RuntimeError for a user without a home."""
-    stated = Path(os.path.expandvars("$XDG_CACHE_HOME"))
-    return stated if stated.is_absolute() else Path.home() / ".cache"  # its standard ignores relative ones
-
-
 def kept_file(machine: str) -> Path | None:
     """Where `calibrate` has kept the rates of a machine, for this user. None: nowhere that this user can see."""
     try:
-        path = default_file(machine, cache_folder())
+        path = default_file(machine, Path.home() / ".cache")
         return path if path.is_file() else None
     except (RuntimeError, OSError):  # a user without a home, or with that of another user
         return None

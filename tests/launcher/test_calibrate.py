@@ -26,11 +26,6 @@ CPU = torch.device("cpu")
 GOOD = dict(machine="a big one", made="2026-01-01", rates=dict(host_update=4e9, device_update=1e11, up=10**9))
 
 
-@pytest.fixture(autouse=True)
-def no_stated_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-
-
 def choice_of(rates: Any, **more: Any) -> UpdateChoice:
     config = Config.load({"memory": dict(placement="host", rates=rates) | more})
     return UpdateChoice(config, TORCH, CPU)
@@ -194,16 +189,16 @@ def test_a_file_that_cannot_be_written_is_refused_before_it_measures(place: str,
     assert not measured.called
 
 
-def test_a_stated_cache_folder_has_the_file_and_what_is_printed_names_the_threads(
+def test_the_file_is_found_by_processes_of_as_many_threads_and_what_is_printed_names_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(calibration, "NUMEL", 2**14)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
         assert CalibrateCommand().run() == 0
-        assert choice_of({})._found_here() == read_rates(*(tmp_path / "colossal_lite").iterdir()).rates
+        assert choice_of({})._found_here() == read_rates(*(tmp_path / ".cache/colossal_lite").iterdir()).rates
         assert "OMP_NUM_THREADS=1 colossal-lite calibrate" in capsys.readouterr().out
         torch.set_num_threads(1)
         choice = choice_of({})
