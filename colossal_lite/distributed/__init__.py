@@ -1,4 +1,4 @@
 """Process groups, the one communicator and its ledger, shared memory, and the watchdog.
 
-May import: sharding, transforms, observe.  Read first: `communicator`.
+May import: sharding, numerics, transforms, observe.  Read first: `communicator`.
 """

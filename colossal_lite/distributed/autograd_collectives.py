@@ -27,41 +27,49 @@ from torch import Tensor
 from torch.autograd import Function
 
 from colossal_lite.distributed.communicator import Communicator
+from colossal_lite.numerics.torch_modes import left_untraced
 from colossal_lite.transforms.saved_results import save_for_recompute
 
 
+@left_untraced
 def copy(x: Tensor, comm: Communicator) -> Tensor:
     """x [...] unchanged; its gradient is the sum of the ranks' gradients."""
     return x if comm.size == 1 else _apply(_Copy, x, comm)
 
 
+@left_untraced
 def all_reduce(x: Tensor, comm: Communicator) -> Tensor:
     """The sum of all ranks' x [...]; the gradient passes to each unchanged."""
     return x if comm.size == 1 else _apply(_AllReduce, x, comm)
 
 
+@left_untraced
 def gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     """All ranks' x concatenated along `dim`; each rank's gradient is a term, and its part of the sum comes back."""
     return x if comm.size == 1 else _apply(_Gather, x, comm, dim)
 
 
+@left_untraced
 def reduce_scatter(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum of all ranks' x. Raises ValueError if the size does not divide."""
     _check_divides(x, comm, dim)
     return x if comm.size == 1 else _apply(_ReduceScatter, x, comm, dim)
 
 
+@left_untraced
 def split(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     """This rank's part of an x that is equal on all ranks. The gradients of the parts are joined for each."""
     _check_divides(x, comm, dim)
     return x if comm.size == 1 else _apply(_Split, x, comm, dim)
 
 
+@left_untraced
 def join(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     """All ranks' x concatenated along `dim`, for equal use on all; each takes its own part of the gradient."""
     return x if comm.size == 1 else _apply(_Join, x, comm, dim)
 
 
+@left_untraced
 def tokens_to_heads(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
     """Exchanges tensors [B, t, H_i, K] of this rank's tokens for [B, n t, H_i / n, K]: its heads of all ranks' tokens,
     in rank order. One exchange serves all tensors. Raises ValueError for heads that do not divide."""
@@ -73,22 +81,26 @@ def tokens_to_heads(tensors: Sequence[Tensor], comm: Communicator) -> tuple[Tens
     return out
 
 
+@left_untraced
 def heads_to_tokens(x: Tensor, comm: Communicator) -> Tensor:
     """The inverse: this rank's heads [B, n t, H, K] of all tokens to all heads [B, t, n H, K] of its tokens."""
     _check_divides(x, comm, 1)
     return x if comm.size == 1 else _apply(_ToTokens, x, comm)
 
 
+@left_untraced
 def shift(x: Tensor, comm: Communicator, distance: int = 1) -> Tensor:
     """The x of the coordinate `distance` behind on the ring."""
     return x if comm.size == 1 else _apply(_Shift, x, comm, distance)
 
 
+@left_untraced
 def broadcast(x: Tensor, comm: Communicator, source: int) -> Tensor:
     """The x of coordinate `source`; that rank gets the sum of the gradients, the others none."""
     return x if comm.size == 1 else _apply(_Broadcast, x, comm, source)
 
 
+@left_untraced
 def reduce(x: Tensor, comm: Communicator, target: int) -> Tensor:
     """The sum of all ranks' x on coordinate `target`, zeros elsewhere; its gradient goes to all."""
     return x if comm.size == 1 else _apply(_Reduce, x, comm, target)

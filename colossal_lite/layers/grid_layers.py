@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.layers.tensor_1d_layers import SharedHead, with_padding
-from colossal_lite.numerics.torch_modes import refuse_autocast
+from colossal_lite.numerics.torch_modes import left_untraced, refuse_autocast
 from colossal_lite.transforms.saved_results import save_for_recompute
 from colossal_lite.transforms.split_backward import WeightGradStore, add_bias, deliver
 
@@ -53,6 +53,7 @@ def _scatter_async(x: Tensor, along: OperandAxis | None) -> Callable[[], Tensor]
     return along.comm.reduce_scatter_async(x.contiguous(), dim=along.dim).wait
 
 
+@left_untraced
 def product(x: Tensor, weight: Tensor, cut: ProductSpec, queue: WeightGradStore | None = None) -> Tensor:
     """This rank's part of y = x w^T from its parts of x [..., D_in] and w [D_out, D_in]."""
     y: Tensor = _Product.apply(x, weight, cut, queue)  # type: ignore[no-untyped-call]
@@ -196,6 +197,7 @@ class GridNorm(nn.Module):
         self.comm, self.eps, self.centred = comm, eps, centred
         self.weight, self.bias = weight, bias
 
+    @left_untraced
     def forward(self, x: Tensor) -> Tensor:
         settings = self.eps, self.centred, self.comm, self.weight_grad_store
         y: Tensor = _Norm.apply(x, self.weight, self.bias, *settings)  # type: ignore[no-untyped-call]

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from colossal_lite.distributed.communicator import Communicator, PendingCollective
 from colossal_lite.kernels import Mask, Ops
+from colossal_lite.numerics.torch_modes import left_untraced
 from colossal_lite.transforms.saved_results import save_for_recompute
 
 
@@ -145,6 +146,7 @@ class Gather:
 Carrier = Ring | Gather
 
 
+@left_untraced
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, *, carrier: Carrier, ops: Ops, causal: bool, documents: Documents | None,
     scale: float | None,
@@ -155,6 +157,7 @@ def attend_blocks(
     return out
 
 
+@left_untraced
 def full_ring(
     q: Tensor, k: Tensor, v: Tensor, *, comm: Communicator, documents: Documents | None, scale: float | None
 ) -> Tensor:

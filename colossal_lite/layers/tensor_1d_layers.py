@@ -22,7 +22,7 @@ from colossal_lite.distributed.communicator import Communicator, PendingCollecti
 from colossal_lite.kernels import Ops
 from colossal_lite.layers.swap_checks import has_forward_of
 from colossal_lite.layers.whole_sizes import Cut, Part, features_of_part, local
-from colossal_lite.numerics.torch_modes import refuse_autocast
+from colossal_lite.numerics.torch_modes import left_untraced, refuse_autocast
 from colossal_lite.transforms.saved_results import save_for_recompute
 from colossal_lite.transforms.split_backward import (
     WeightGradStore,
@@ -154,6 +154,7 @@ class ColwiseLinear(nn.Module):
         self.mode, self.door, self.transposed = mode, door, transposed
         self.weight, self.bias = weight, bias
 
+    @left_untraced
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight.t() if self.transposed else self.weight
         bias: Tensor | None = self.bias
@@ -185,6 +186,7 @@ class RowwiseLinear(nn.Module):
         self.mode, self.transposed, self.gives_terms = mode, transposed, gives_terms
         self.weight, self.bias = weight, bias
 
+    @left_untraced
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self.transposed else self.weight
         if self.mode.whole_sizes:
@@ -257,6 +259,7 @@ class VocabularyEmbedding(TablePart):
         super().__init__(weight, mode.coord, module)
         self.mode = mode
 
+    @left_untraced
     def forward(self, ids: Tensor) -> Tensor:
         return reduce_scatter_to_sequence_region(self.terms(ids), self.mode)
 
@@ -283,6 +286,7 @@ class Head(ColwiseLinear):
         super().__init__(mode, weight, bias)
         self.padded = padded
 
+    @left_untraced
     def forward(self, x: Tensor) -> Tensor:
         return with_padding(super().forward(x), self.padded)
 
@@ -295,6 +299,7 @@ def with_padding(logits: Tensor, padded: int) -> Tensor:
     return F.pad(real, (0, padded), value=torch.finfo(logits.dtype).min)
 
 
+@left_untraced
 def gather_from_sequence_region(x: Tensor, mode: Tensor1D) -> Tensor:
     """Gather the residual stream into the full input of column-wise linears, for several of them at once."""
     return (
@@ -304,6 +309,7 @@ def gather_from_sequence_region(x: Tensor, mode: Tensor1D) -> Tensor:
     )
 
 
+@left_untraced
 def reduce_scatter_to_sequence_region(x: Tensor, mode: Tensor1D) -> Tensor:
     """From terms [B, T, D] on each rank to the residual stream."""
     if mode.sequence_parallel:

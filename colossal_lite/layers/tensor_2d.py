@@ -47,6 +47,7 @@ from colossal_lite.layers.tensor_grid import (
     terms_of,
 )
 from colossal_lite.layers.tensor_modes import Form, LayerSizes, ModeResult, head_weight
+from colossal_lite.numerics.torch_modes import left_untraced
 from colossal_lite.sharding.shard_spec import Placements, Shard
 
 ROW, COLUMN, DEPTH = "tensor.row", "tensor.column", "tensor.depth"
@@ -93,6 +94,7 @@ class Embedding2D(TablePart):
         super().__init__(weight, mode.row.coord, module)
         self.mode = mode
 
+    @left_untraced
     def forward(self, ids: Tensor) -> Tensor:
         sheet = self.mode.row.all_gather(ids.contiguous())  # every row of the grid looks its words up for all
         return autograd_collectives.reduce_scatter(self.terms(sheet), self.mode.row, 0)

@@ -51,6 +51,7 @@ from colossal_lite.layers.tensor_grid import (
     terms_of,
 )
 from colossal_lite.layers.tensor_modes import Form, LayerSizes, ModeResult, head_weight
+from colossal_lite.numerics.torch_modes import left_untraced
 from colossal_lite.sharding.shard_spec import Placements, Shard
 from colossal_lite.transforms.split_backward import WeightGradStore, embedding
 
@@ -98,6 +99,7 @@ class Embedding3D(TablePart):
         super().__init__(weight, mode.j.coord, module)
         self.mode = mode
 
+    @left_untraced
     def forward(self, ids: Tensor) -> Tensor:
         mode, edge = self.mode, self.mode.edge
         everyone = mode.plane.all_gather(ids.contiguous())
@@ -117,6 +119,7 @@ class Positions3D(nn.Module):
         self.weight_grad_store: WeightGradStore | None = None
         self.mode, self.weight = mode, weight
 
+    @left_untraced
     def forward(self, positions: Tensor) -> Tensor:
         if positions.dim() > 1:
             block = self.mode.k.all_gather(positions.contiguous())

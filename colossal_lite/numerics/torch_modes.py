@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
+Call = TypeVar("Call", bound=Callable[..., Any])
 aten = torch.ops.aten
 READ_NO_VALUES = frozenset(
     {
@@ -29,7 +30,7 @@ READ_NO_VALUES = frozenset(
 
 
 _UNTRACED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-"""Of a mode's code and all that it calls, where a user's code is compiled. Else torch.compile compiles these too."""
+"""Of code and all that it calls, as a mode's, where a user's code is compiled. Else torch.compile compiles it too."""
 
 
 class DispatchMode(TorchDispatchMode):
@@ -100,6 +101,16 @@ def outside_compiler(call: Callable[Given, Found]) -> Callable[Given, Found]:
         call, reason="an engine's step is Python that is not traced; compile the model, or the loss"
     )
     return found
+
+
+def left_untraced(call: Call) -> Call:
+    """`call` itself, which torch.compile leaves out with all that it calls. What `torch.compiler.disable` gives imports
+    the compiler, and calls it each time."""
+    marked: Any = call
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "ranks exchange in it. Legal: torch.compile without fullgraph"
+    eval_frame.set_code_exec_strategy(marked.__code__, _UNTRACED)
+    return call
 
 
 @contextmanager

@@ -80,6 +80,7 @@ from colossal_lite.parallel.small_copy import (
 )
 from colossal_lite.sharding.shard_spec import ShardSpec
 from colossal_lite.transforms.auxiliary_loss import AuxiliaryLosses, Share, check_cuts, modules_of
+from colossal_lite.transforms.compiled_units import compiled_units
 from colossal_lite.transforms.key_cache import give_key_cache_back, switch_off_key_cache
 
 
@@ -153,7 +154,8 @@ def parallelize(
     Raises ValueError before anything is changed: for a plan that leaves a parameter out, and for sizes that the axis
     does not divide. It also raises for a sequence axis under a model of unknown attention.
     """
-    _check_sequence(module, mesh, sequence_mode, criterion, compiled)
+    compilation = _compilation_of(module, compiled)
+    _check_sequence(module, mesh, sequence_mode, criterion, compilation)
     head = None if criterion is not None else head_of(module)
     auxiliary, emitting, facts = AuxiliaryLosses(), modules_of(module), facts_of(module)
     ops = ops_table.select(kernels, device_type=device_type, compiled=compiled)
@@ -162,7 +164,7 @@ def parallelize(
         found = _proven(module, mesh, plan, sequence_parallel, regather_inputs, criterion, example)
     chosen, roles, form, first = found
     _check_auxiliary(module, mesh, form.sequence_parallel, sequence_mode)
-    _check_compiled(module, form, compiled)
+    _check_compiled(module, form, compilation)
     padding = padding_of(
         module, mesh, facts, chosen, roles, sequence_parallel=form.sequence_parallel, sequence_mode=sequence_mode,
         longest=stated_sizes(module, _shapes(module)).tokens, has_auxiliary=bool(emitting),
@@ -233,11 +235,20 @@ def _length_proofs(
     )
 
 
-def _check_compiled(module: nn.Module, form: Form, compiled: bool) -> None:
-    if compiled and form.whole_sizes:
+def _compilation_of(module: nn.Module, compiled: bool) -> str:
+    """What compiles code of the model: the setting, or the first module that a user has compiled; "" if nothing."""
+    if compiled:
+        return "compile='block'"
+    units = compiled_units(module)
+    names = (name or "the model" for name, owner in module.named_modules() if owner in units)
+    return next((f"torch.compile of {name}" for name in names), "")
+
+
+def _check_compiled(module: nn.Module, form: Form, compilation: str) -> None:
+    if compilation and form.whole_sizes:
         raise ValueError(
-            f"compile='block': the code of {type(module).__name__} sees the sizes of the whole model in tensor mode 1d "
-            f"(docs/plans.md); torch.compile does not follow that; legal: compile='none'"
+            f"{compilation}: the code of {type(module).__name__} sees the sizes of the whole model in tensor mode 1d "
+            f"(docs/plans.md). torch.compile does not follow that. Legal: compile='none', and no compiled module"
         )
 
 
@@ -291,7 +302,7 @@ def _watch_pairs(module: nn.Module, roles: Mapping[str, Role], auxiliary: Auxili
 
 
 def _check_sequence(
-    module: nn.Module, mesh: Mesh, mode: str, criterion: ModelLoss | None, compiled: bool
+    module: nn.Module, mesh: Mesh, mode: str, criterion: ModelLoss | None, compilation: str
 ) -> None:
     """Raises ValueError for a model that a sequence axis cannot run, or runs as another."""
     if mesh.size("sequence") == 1:
@@ -300,7 +311,7 @@ def _check_sequence(
         settings = [
             f"parallel.{axis}={mesh.size(axis)}" for axis in ("tensor", "pipeline") if mesh.size(axis) > 1
         ]
-        if settings := settings + ["compile='block'"] * compiled:
+        if settings := settings + [compilation] * bool(compilation):
             raise ValueError(
                 f"{' and '.join(settings)} with parallel.sequence={mesh.size('sequence')}: the code of "
                 f"{type(module).__name__} is shown whole sequences (docs/sequences.md), which is not built beside it. "

@@ -86,6 +86,81 @@ def test_what_a_user_compiles_trains_as_it_is_also_on_a_tensor_axis(how: str, ra
         assert found == pytest.approx(plain, abs=1e-12)
 
 
+class Attention(nn.Module):
+    """Its code reads the sizes of the whole model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens, width = x.shape
+        parts = self.joined(x).split(width, dim=2)
+        q, k, v = (part.view(samples, tokens, 2, width // 2).transpose(1, 2) for part in parts)
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(seen.transpose(1, 2).reshape(samples, tokens, width))
+        return out
+
+
+class AttentionBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.attention(x))
+
+
+class WithAttention(Words):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AttentionBlock() for _ in range(2))
+
+
+def compiled_of_ours(env: RankEnv, how: str, sequence_parallel: bool) -> set[str]:
+    """The files of this package that exchange, if two steps on a tensor axis have compiled code of them."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+    torch.manual_seed(0)
+    tensor = dict(size=2, sequence_parallel=sequence_parallel)
+    with env.launch(CONFIG | dict(parallel=dict(tensor=tensor))) as context:
+        engine = cl.initialize(compiled(Words(), how), context=context)
+        for step in range(2):
+            engine.train_step(batch(step))
+    calls = [m for m in torch._dynamo.utils.get_compilation_metrics() if m.co_name]
+    assert any(str(m.co_filename) == __file__ for m in calls)
+    files = {str(m.co_filename).rpartition("/colossal_lite/")[2] for m in calls}
+    return {name for name in files if name.startswith(("distributed/", "layers/tensor_1d_layers"))}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("how", ["the model", "each block"])
+def test_what_ranks_of_a_tensor_axis_exchange_within_a_compiled_module_is_not_traced(
+    how: str, sequence_parallel: bool
+) -> None:
+    assert run_world(compiled_of_ours, 2, how, sequence_parallel) == [set(), set()]
+
+
+def refused_beside(env: RankEnv, how: str, parallel: dict[str, Any]) -> str:
+    torch.manual_seed(0)
+    with env.launch(CONFIG | dict(parallel=parallel)) as context:
+        return told_of(lambda: cl.initialize(compiled(WithAttention(), how), context=context))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [(dict(tensor=2), "sees the sizes of the whole model"), (dict(sequence=2), "is shown whole sequences")],
+)
+@pytest.mark.parametrize(
+    ("how", "which"), [("the model", "torch.compile of the model"), ("a block", "torch.compile of blocks.1")]
+)
+def test_compiled_code_that_would_see_whole_sizes_or_sequences_is_refused_by_name(
+    how: str, which: str, parallel: dict[str, Any], words: str
+) -> None:
+    for told in run_world(refused_beside, 2, how, parallel):
+        assert told.startswith(which) and words in told
+
+
 def compiled_while_metered(env: RankEnv, how: str, meters: bool) -> tuple[list[float], set[tuple[str, bool]]]:
     """Losses of two steps: the last is metered, or the first by a budget. Compiled functions: whether a user's."""
     torch._dynamo.reset()
