@@ -197,9 +197,7 @@ def _initialize(
     config = context.config
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
     with told_to_all(context.mesh.world):
-        if recipes is None:
-            check_values(module)
-        facts = _check_model(module, context, criterion)
+        facts = _check_model(module, context, criterion, has_values=recipes is None)
     first_batch, seen = _of_batches(module, context)
     shown, few = _example(example, module, facts, context, criterion)
     loss = _loss_by(criterion, module, context, few)
@@ -331,10 +329,12 @@ def _tell_of_end(context: Context, result: StepResult) -> None:
 
 
 def _check_model(
-    module: nn.Module, context: Context, criterion: Criterion | Literal["model"] | None
+    module: nn.Module, context: Context, criterion: Criterion | Literal["model"] | None, *, has_values: bool
 ) -> ModelFacts | None:
     """The sizes of a model, if it states them. Raises ConfigError for sizes that the config cannot split. Raises
     ValueError for a model that cannot be trained, or not in parts."""
+    if has_values:
+        check_values(module)
     check_lazy(module)
     check_other_engines(module)
     check_extra_state(module)
