@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import colossal_lite as cl
 from colossal_lite.config.config import Config, ConfigError
@@ -1247,3 +1248,22 @@ def test_a_model_whose_forward_reads_values_is_measured_in_the_first_step() -> N
 def test_a_plan_of_such_a_model_says_what_it_reads() -> None:
     with pytest.raises(ValueError, match=r"plan: the model's forward reads a value \(__bool__ of \(\)\)"):
         planner.plan(dict(precision="fp32"), Reads, batch=2, sequence=12, world_size=1)
+
+
+def gpt2(dropped: float) -> nn.Module:
+    """The dropout of attention is an argument of a function."""
+    sizes = dict(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=0
+    )
+    return GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=dropped))
+
+
+def test_a_plan_counts_the_scores_of_attention_that_drops() -> None:
+    """It is computed unfused, and keeps [samples, heads, tokens, tokens] before and after the dropout."""
+    kept = [
+        planner.plan(
+            dict(precision="fp32"), partial(gpt2, dropped), batch=4, sequence=128, world_size=1
+        ).bytes_of("activations")
+        for dropped in (0.1, 0.0)
+    ]
+    assert kept[0] - kept[1] >= 2 * 2 * 4 * (4 * 4 * 128 * 128)
