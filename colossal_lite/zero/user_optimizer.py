@@ -49,9 +49,7 @@ class OwnOptimizer:
             for entry in chunk.spec.entries:
                 self.parameters[entry.name] = nn.Parameter(chunk.of(chunk.master, entry, shapes[entry.name]))
         dtype = self._chunks[0].master.dtype if self._chunks else torch.float32
-        elsewhere = partial(torch.empty, dtype=dtype, device="meta")  # of other stages, without values
-        own = self.parameters
-        given = {n: own[n] if n in own else nn.Parameter(elsewhere(shape)) for n, shape in shapes.items()}
+        given = in_order_of(shapes, self.parameters, dtype)
         devices = {chunk.master.device for chunk in self._chunks if chunk.master.is_cuda}
         self._draws = OwnDraws("optimizer", seed, devices=list(devices))
         try:
@@ -181,6 +179,14 @@ class OwnOptimizer:
     def updates(self) -> dict[str, int]:
         """None is counted here."""
         return {}
+
+
+def in_order_of(
+    shapes: Mapping[str, torch.Size], here: Mapping[str, nn.Parameter], dtype: torch.dtype
+) -> dict[str, nn.Parameter]:
+    """All parameters of a model: those of other stages without values."""
+    elsewhere = partial(torch.empty, dtype=dtype, device="meta")
+    return {n: here[n] if n in here else nn.Parameter(elsewhere(shape)) for n, shape in shapes.items()}
 
 
 def check_apart(

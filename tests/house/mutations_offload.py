@@ -69,7 +69,7 @@ def _without_the_norm(original: Any, self: Any, totals: Any, factor: float) -> A
 
 
 def _one_count_late(original: Any, self: Any, index: int, spans: Any, *more: Any, **named: Any) -> Any:
-    original(self, index, [replace(span, steps=span.steps + 1) for span in spans], *more, **named)
+    original(self, index, [span._replace(steps=span.steps + 1) for span in spans], *more, **named)
 
 
 ON_HOST = replace(HOST, config=HOST.config | dict(memory=dict(placement="host", update_on="host")))
