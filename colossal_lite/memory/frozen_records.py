@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from colossal_lite.memory.pinned import locked
-from colossal_lite.memory.shared_records import ENTRY_WORDS, STATE, RecordSpace
+from colossal_lite.memory.shared_records import ENTRY_WORDS, STATE, RecordSpace, StoreError
 
 MARK = int.from_bytes(b"clfrozen", "little")
 MOST_HOLDERS = 64
@@ -111,7 +111,7 @@ class FrozenRecords:
                     )
             record = self._made(space, name, numel, dtype)
             fill(record.flat)
-            space.set(record.index, STATE, LIVE)
+            space.put(record.index, STATE, LIVE)
             self._named.setdefault(name, []).append(record.index)
             self._changed(space)
             return self._count(space, record, beside)
@@ -124,7 +124,7 @@ class FrozenRecords:
                 return
             del self._used[record.index]
             holders = space.word(record.index, HOLDERS) & ~self._bit
-            space.set(record.index, HOLDERS, holders)
+            space.put(record.index, HOLDERS, holders)
             if not holders:
                 self._hide(record.index)
                 space.free(record.index)
@@ -138,7 +138,7 @@ class FrozenRecords:
                     f"{who}: these frozen weights are shared with other engines, and a write would change theirs; "
                     f"legal: the values that they have, or an engine that shares with none"
                 )
-            space.set(record.index, STATE, ALONE)
+            space.put(record.index, STATE, ALONE)
             self._hide(record.index)
 
     @property
@@ -196,15 +196,18 @@ class FrozenRecords:
             record.flat = locked(room, torch.cuda.cudart(), beside).view(dtype)
         record.users += 1
         self._used[record.index] = record
-        space.set(record.index, HOLDERS, space.word(record.index, HOLDERS) | self._bit)
+        space.put(record.index, HOLDERS, space.word(record.index, HOLDERS) | self._bit)
         return record
 
     def _made(self, space: RecordSpace, name: bytes, numel: int, dtype: torch.dtype) -> FrozenRecord:
         """A record of zeros that no other process finds yet."""
-        index = space.make(numel * dtype.itemsize)
+        try:
+            index = space.make(numel * dtype.itemsize)
+        except StoreError as error:
+            raise FrozenError(str(error)) from error
         space.words[_name_of(index)] = memoryview(name).cast("Q")
-        space.set(index, HOLDERS, 0)
-        space.set(index, STATE, WRITTEN)
+        space.put(index, HOLDERS, 0)
+        space.put(index, STATE, WRITTEN)
         return FrozenRecord(index, space.flat(index, dtype))
 
 

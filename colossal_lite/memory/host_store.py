@@ -21,8 +21,8 @@ import torch
 from colossal_lite.distributed import host_handshake
 from colossal_lite.memory.frozen_records import FrozenRecords
 from colossal_lite.memory.frozen_slots import FrozenSlots
-from colossal_lite.memory.shared_records import MARK, RecordSpace
-from colossal_lite.memory.task_records import Records, StoreError, TaskRecords
+from colossal_lite.memory.shared_records import MARK, RecordSpace, StoreError
+from colossal_lite.memory.task_records import Records, TaskRecords
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,10 @@ STATE, OFFSET, SIZE = range(3)
 MARK, COUNT = range(2)
 
 
+class StoreError(RuntimeError):
+    """A record is missing, incomplete, or not of the requested kind, or has no room."""
+
+
 class RecordSpace:
     """The mapping, as one process has it. Only one thread at a time may make and free records."""
 
@@ -41,7 +45,8 @@ class RecordSpace:
         self.words = memoryview(memory or bytearray(DIRECTORY_BYTES))[:DIRECTORY_BYTES].cast("Q")
         self._close = weakref.finalize(self, os.close, descriptor) if descriptor >= 0 else None
         self._apart: dict[int, Tensor] = {}  # memory that cannot be shared
-        self.look()
+        self._used: set[int] = set()
+        self._gaps: list[tuple[int, int]] | None = None  # free pages [start, stop); None: to be found
 
     @classmethod
     def made(cls, name: str, mark: int) -> RecordSpace:
@@ -63,6 +68,7 @@ class RecordSpace:
         space = cls(name, own, memory)
         if space.words[MARK] != mark:
             raise OSError(errno.ESTALE, "other memory is there now")
+        space.look()
         return space
 
     def close(self) -> None:
@@ -74,7 +80,7 @@ class RecordSpace:
         """A word of an entry."""
         return self.words[index * ENTRY_WORDS + word]
 
-    def set(self, index: int, word: int, value: int) -> None:
+    def put(self, index: int, word: int, value: int) -> None:
         self.words[index * ENTRY_WORDS + word] = value
 
     def live(self) -> list[int]:
@@ -83,24 +89,23 @@ class RecordSpace:
 
     def look(self) -> None:
         """Find the records and the free pages again, which other processes have changed."""
-        self._used = set(self.live())
-        self._gaps: list[tuple[int, int]] | None = None  # free pages [start, stop)
+        self._used, self._gaps = {*self.live()}, None
 
     def make(self, size_bytes: int) -> int:
-        """Allocate zeros; their entry, which is no record while its STATE is 0. Raises ValueError without room."""
+        """Allocate zeros; their entry, which is no record while its STATE is 0. Raises StoreError without room."""
         count, taken_bytes = self.words[COUNT], whole_pages(size_bytes)
         self._gaps = self._free_pages() if self._gaps is None else self._gaps
         index = count + 1 if len(self._used) == count else min({*range(1, count + 1)} - self._used)
         at = next((i for i, (start, stop) in enumerate(self._gaps) if stop - start >= taken_bytes), None)
         if at is None or index > MOST_RECORDS:
-            raise ValueError(
+            raise StoreError(
                 f"{self.name}: no room for {size_bytes:,} bytes beside {count:,} records; legal: {MOST_RECORDS:,} "
-                f"records in {_capacity_bytes():,} bytes"
+                f"records in {self._capacity_bytes:,} bytes. Fewer: larger chunks"
             )
         start, stop = self._gaps[at]
         self._gaps[at : at + 1] = [(start + taken_bytes, stop)] * (stop - start > taken_bytes)
-        self.set(index, OFFSET, start)
-        self.set(index, SIZE, size_bytes)
+        self.put(index, OFFSET, start)
+        self.put(index, SIZE, size_bytes)
         self.words[COUNT] = max(count, index)
         self._used.add(index)
         if self._memory is None:
@@ -116,7 +121,7 @@ class RecordSpace:
 
     def free(self, index: int) -> None:
         """End a record and free its pages. No tensor in them may be used any more."""
-        self.set(index, STATE, 0)
+        self.put(index, STATE, 0)
         self._used.discard(index)
         self._apart.pop(index, None)
         self._gaps = None
@@ -130,6 +135,10 @@ class RecordSpace:
         records = sum(whole_pages(self.word(index, SIZE)) for index in self._used)
         return records + whole_pages(ENTRY_BYTES * (self.words[COUNT] + 1))
 
+    @property
+    def _capacity_bytes(self) -> int:
+        return _capacity_bytes() if self._memory is None else len(self._memory)
+
     def _pages(self, index: int) -> tuple[int, int]:
         start = self.word(index, OFFSET)
         return start, start + whole_pages(self.word(index, SIZE))
@@ -138,7 +147,7 @@ class RecordSpace:
         """Between records, and behind all."""
         used = sorted(map(self._pages, self._used))
         starts = [DIRECTORY_BYTES, *(stop for _, stop in used)]
-        stops = [*(start for start, _ in used), _capacity_bytes()]
+        stops = [*(start for start, _ in used), self._capacity_bytes]
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 

@@ -31,7 +31,7 @@ from colossal_lite.memory.frozen_records import FrozenRecord, FrozenRecords, Sam
 from colossal_lite.memory.frozen_slots import FrozenSlots
 from colossal_lite.memory.link import Transfer
 from colossal_lite.memory.pinned import host_room, lock, locked, make_pages
-from colossal_lite.memory.shared_records import STATE, RecordSpace
+from colossal_lite.memory.shared_records import STATE, RecordSpace, StoreError
 
 OPTIMIZER, WEIGHTS, GRADIENTS = "optimizer", "weights", "gradients"
 KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS)
@@ -42,10 +42,6 @@ POLL_S = 5e-4
 # LIVE.
 CHUNK, KIND, DTYPE, USES = range(3, 7)
 LIVE, PENDING, VERSION = 1, 2, 2
-
-
-class StoreError(RuntimeError):
-    """A record is missing, incomplete, or not of the requested kind."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +262,7 @@ class TaskRecords:
             space = self._space()
             with self._lock:
                 self._due.pop(index, None)
-                space.set(index, USES, space.word(index, USES) + 1)
+                space.put(index, USES, space.word(index, USES) + 1)
                 space.free(index)
 
     @property
@@ -286,11 +282,11 @@ class TaskRecords:
             if held.data_ptr() != room.data_ptr():  # another process would not find it there
                 space.free(index)
                 return held
-        space.set(index, CHUNK, name[0])
-        space.set(index, KIND, KINDS.index(name[1]))
-        space.set(index, DTYPE, DTYPES.index(dtype))
+        space.put(index, CHUNK, name[0])
+        space.put(index, KIND, KINDS.index(name[1]))
+        space.put(index, DTYPE, DTYPES.index(dtype))
         with self._lock:  # a fence: readers of the state see the words above
-            space.set(index, STATE, LIVE)
+            space.put(index, STATE, LIVE)
         self._entries[name] = index
         return room
 
@@ -328,7 +324,7 @@ class TaskRecords:
             with self._lock:  # a fence: the bytes are written before the word
                 left = self._due[index] = max(due(self._due.get(index, 0)), 0)
                 now = version(space.word(index, STATE) >> VERSION)
-                space.set(index, STATE, now << VERSION | (PENDING if left else 0) | LIVE)
+                space.put(index, STATE, now << VERSION | (PENDING if left else 0) | LIVE)
 
     # ---- how an engine begins and ends ----
 
@@ -363,7 +359,7 @@ class TaskRecords:
         self._give_all_frozen()
         if self.shared is not None:
             for index in self._entries.values():
-                self.shared.space.set(index, STATE, 0)
+                self.shared.space.put(index, STATE, 0)
             self.shared.space.close()
         self._entries.clear()
         self._rooms.clear()
