@@ -198,7 +198,7 @@ def _initialize(
     module, recipes = (model, None) if isinstance(model, nn.Module) else build_on_meta(model)
     with told_to_all(context.mesh.world):
         facts = _check_model(module, context, criterion, has_values=recipes is None)
-    first_batch, seen = _of_batches(module, context)
+        first_batch, seen = _of_batches(module, context)
     shown, few = _example(example, module, facts, context, criterion)
     loss = _loss_by(criterion, module, context, few)
     _check_whole_sequences(module, context)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -60,15 +60,6 @@ class GPTConfig:
     """Whether a token attends only to those before it; False: to all of its document (an encoder)."""
     rotary_base: float = 10000.0
     eps: float = 1e-5
-
-    if not TYPE_CHECKING:  # which refuses other names itself
-
-        def __new__(cls, *values: Any, **named: Any) -> GPTConfig:
-            if unknown := [name for name in named if name not in cls.__dataclass_fields__]:
-                raise ValueError(
-                    f"GPTConfig: {', '.join(unknown)}: no field of it; legal: {', '.join(cls.__dataclass_fields__)}"
-                )
-            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         faults = [

@@ -47,6 +47,6 @@ class RunConsole(Console):
 def warn(text: str) -> None:
     """Warn at the line of a user's code that runs now: the innermost one outside of this package and torch."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in OURS:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)

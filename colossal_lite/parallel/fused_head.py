@@ -176,14 +176,26 @@ def head_of(module: nn.Module) -> str | None:
 
 
 class _Ones(TorchFunctionMode):
-    """A value that code reads of a tensor without values is one, or True: what follows decides no loss."""
+    """A value that code reads of a tensor without values is one, or True: what follows decides no loss. Raises
+    RuntimeError after `MOST` reads, as in a loop until a value is small."""
+
+    MOST = 1000
 
     READS = MappingProxyType(
         {Tensor.item: 1, Tensor.__bool__: True, Tensor.__int__: 1, Tensor.__float__: 1.0, Tensor.__index__: 1}
     )
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: int = 0
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.READS[func] if func in self.READS else func(*args, **(kwargs or {}))
+        if func not in self.READS:
+            return func(*args, **(kwargs or {}))
+        self.reads += 1
+        if self.reads > self.MOST:
+            raise RuntimeError(f"{self.reads} values read")
+        return self.READS[func]
 
 
 def _unmade(x: Tensor) -> Tensor:

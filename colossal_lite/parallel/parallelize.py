@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,6 +40,7 @@ from colossal_lite.layers.dropout_rows import (
     rows_behind,
 )
 from colossal_lite.layers.hugging_face import is_hugging_face
+from colossal_lite.layers.layer_swap import ancestors
 from colossal_lite.layers.lora import with_adapters
 from colossal_lite.layers.replicated import serial, tied_names
 from colossal_lite.layers.roles import ROLES, Role, assign_roles, known_plan, with_new_names
@@ -154,7 +155,7 @@ def parallelize(
     Raises ValueError before anything is changed: for a plan that leaves a parameter out, and for sizes that the axis
     does not divide. It also raises for a sequence axis under a model of unknown attention.
     """
-    compilation = _compilation_of(module, compiled)
+    compilation = _compilation_of(module, compiled, [name for name, _ in module.named_modules()])
     _check_sequence(module, mesh, sequence_mode, criterion, compilation)
     head = None if criterion is not None else head_of(module)
     auxiliary, emitting, facts = AuxiliaryLosses(), modules_of(module), facts_of(module)
@@ -164,7 +165,8 @@ def parallelize(
         found = _proven(module, mesh, plan, sequence_parallel, regather_inputs, criterion, example)
     chosen, roles, form, first = found
     _check_auxiliary(module, mesh, form.sequence_parallel, sequence_mode)
-    _check_compiled(module, form, compilation)
+    if form.whole_sizes:
+        _refuse_compiled(module, _compilation_of(module, compiled, roles))
     padding = padding_of(
         module, mesh, facts, chosen, roles, sequence_parallel=form.sequence_parallel, sequence_mode=sequence_mode,
         longest=stated_sizes(module, _shapes(module)).tokens, has_auxiliary=bool(emitting),
@@ -235,17 +237,21 @@ def _length_proofs(
     )
 
 
-def _compilation_of(module: nn.Module, compiled: bool) -> str:
-    """What compiles code of the model: the setting, or the first module that a user has compiled; "" if nothing."""
+def _compilation_of(module: nn.Module, compiled: bool, parts: Iterable[str]) -> str:
+    """What compiles one of these parts of the model: the setting, or a module that a user has compiled; "" if
+    nothing."""
     if compiled:
         return "compile='block'"
     units = compiled_units(module)
-    names = (name or "the model" for name, owner in module.named_modules() if owner in units)
+    around = {name for part in parts for name in (*ancestors(part), "")}
+    names = (
+        name or "the model" for name, owner in module.named_modules() if owner in units and name in around
+    )
     return next((f"torch.compile of {name}" for name in names), "")
 
 
-def _check_compiled(module: nn.Module, form: Form, compilation: str) -> None:
-    if compilation and form.whole_sizes:
+def _refuse_compiled(module: nn.Module, compilation: str) -> None:
+    if compilation:
         raise ValueError(
             f"{compilation}: the code of {type(module).__name__} sees the sizes of the whole model in tensor mode 1d "
             f"(docs/plans.md). torch.compile does not follow that. Legal: compile='none', and no compiled module"

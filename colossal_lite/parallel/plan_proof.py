@@ -348,7 +348,7 @@ class FirstBatch:
             ranks = max(2, FEW_SAMPLES // size)
             with suppress(NotRunError):
                 self._check_parts(_with_more_rows(args, kwargs, samples, size, ranks), ranks)
-        if is_first and size > 1:
+        if self.cuts and is_first and size > 1:
             for near, _ in at_branches(self.model, [few]):
                 with suppress(NotRunError):
                     replace(self, model=near)._check_parts(few, 2, f"a copy {OTHER_WEIGHTS}")
@@ -419,9 +419,9 @@ def _with_more_rows(
 
 
 FEW_SAMPLES = 4
-OTHER_WEIGHTS = "with other weights, where it takes another branch"
+OTHER_WEIGHTS = "whose weights are near a change of its branch"
 PAIRS = 4
-"""Batches of two samples in which branches are looked for."""
+"""Pairs of samples with which branches are looked for."""
 MOST_DRAWS, MOST_BATCHES = 8, 4
 """Draws of words, and first batches, with which a model is looked at that reads values of tensors. In each it may take
 other branches."""
@@ -514,11 +514,15 @@ def check_samples_apart(
 
 def _mixed_at_branches(small: SmallCopy) -> str:
     """What differs between a batch and its halves, with weights at which the copy takes another branch; or ""."""
-    # Halves of two samples have fewer words in common than those of more.
+    # Each half has one sample twice: halves of different samples have more words in common.
     pairs = [words(2, small.tokens or TOKENS, small.words, (), seed) for seed in range(PAIRS)]
-    for near, pair in at_branches(small.model, pairs):
+    twice = [
+        Batch((x.inputs.repeat_interleave(2, 0),), {}, x.labels.repeat_interleave(2, 0), torch.arange(4))
+        for x in pairs
+    ]
+    for near, batch in at_branches(small.model, twice):
         with suppress(NotRunError):
-            if found := difference_of_parts(near, pair, pair.cut(2)):
+            if found := difference_of_parts(near, batch, batch.cut(2)):
                 return found
     return ""
 

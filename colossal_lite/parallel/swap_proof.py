@@ -291,6 +291,8 @@ def difference_of_parts(
             raise NotRunError(f"{type(model).__name__}: {type(error).__name__}: {_line(error)}") from error
         if not math.isfinite(truth.loss) or drawn_between(before, states()):
             raise NotRunError(f"its loss is {truth.loss}, or it draws random numbers")
+    if name := next((n for n, g in truth.gradients.items() if g is not None and not g.isfinite().all()), ""):
+        raise NotRunError(f"the gradient of {name} is not finite")
     return difference_of_runs(truth, found)
 
 

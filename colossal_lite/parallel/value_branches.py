@@ -3,18 +3,22 @@
 Note: the search.
 A branch by a value of the whole batch (`if x.mean() > 0`) may be taken alike by the first batches and their halves.
 After some training it is not.  So a model is run with other weights.  Each is multiplied by exp(t d) with a drawn d:
-signs and zeros stay.  Where t = 1 leads to other operations or choices than t = 0, the place between is bisected.
-There the value is at its limit, and that of a half is on the other side.  A choice is a tensor of integers or booleans
-whose shape does not grow with the batch, as in `torch.where(x.mean() > 0, a, b)`.  A branch that depends on no weight
-is found in other batches alone.
-Cost: once an engine, a forward for each draw, and `BISECTIONS` for each that changes something.
+signs and zeros stay.  Where a t of `SHARES` leads to other operations or choices than the one before, the place between
+is bisected.  There the value is at its limit, and that of a half is on the other side.  A choice is a tensor of
+integers or booleans whose shape does not grow with the batch, as in `torch.where(x.mean() > 0, a, b)`.  A branch that
+depends on no weight is found in other batches alone.  A forward that does much more than the first one is given up: a
+loop may not end with other weights.
+Cost: once an engine, two forwards for each batch and for each draw, `BISECTIONS` for each that changes something, and
+two comparisons of a batch with its halves there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any, Literal, NamedTuple
 from zlib import crc32
@@ -40,7 +44,15 @@ INDEXED = frozenset({aten.index.Tensor})
 """Those too, by a mask."""
 DRAWS = ((0.0, 1.0), (0.0, 1.0), (1.0, 0.5), (-1.0, 0.5), (3.0, 0.5), (-3.0, 0.5), (0.0, 2.0), (0.0, 1.0))
 """Mean and standard deviation of d, for each search."""
+SHARES = (0.0, 0.3, 1.0)
 BISECTIONS = 12
+MOST_OPERATIONS = 10_000
+"""Of a forward that is followed."""
+MOST_TIMES = 4
+"""As many operations, and as large results, as the first forward has, and `MOST_MORE` beside them."""
+MOST_MORE = 256
+LARGE_NUMEL = 1 << 18
+"""Buffers above this size are not copied for each forward, unless the first one writes to them."""
 
 
 ROUNDED = frozenset(
@@ -59,38 +71,55 @@ class _Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class _ForwardSeen:
-    """What a forward does: values that code reads, operations, choices, and the numbers that operations are given."""
+    """What a forward does: values that code reads, operations, choices, and the numbers that operations are given.
+    `largest`: elements of its largest result. `written`: the numbers of buffers that it has written to."""
 
     reads: int
     has_run: bool
     done: list[Any]
     choices: list[_Choice]
     numbers: list[Any]
+    largest: int
+    written: frozenset[int]
+
+    @property
+    def most(self) -> tuple[int, int]:
+        """Operations, and elements of a result, that a forward with other weights may have."""
+        operations = min(MOST_TIMES * len(self.done) + MOST_MORE, MOST_OPERATIONS)
+        return operations, MOST_TIMES * self.largest + MOST_MORE
 
 
 Change = Literal["operations", "numbers"]
 
 
+class _TooMuchError(RuntimeError):
+    """A forward does much more than the first one."""
+
+
 class _OperationsSeen(DispatchMode):
     """Counts the values that code reads of tensors, as `float(x.mean())` and `if x.any()` do, and notes operations."""
 
-    def __init__(self, weights: dict[int, int]) -> None:
-        """`weights`: a number for the id of each parameter."""
+    def __init__(self, weights: dict[int, int], most: tuple[int, int] | None) -> None:
+        """`weights`: a number for the id of each parameter. `most`: operations, and elements of a result; None: no
+        limit. Beyond it an operation raises _TooMuchError."""
         super().__init__()
-        self._weights = weights
+        self._weights, self._most = weights, most
         self.reads: int = 0
         self.done: list[Any] = []
         self.choices: list[_Choice] = []
         self.numbers: list[float] = []
+        self.largest: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.reads += int(func in VALUES_READ or func in INDEXED and _has_mask(args[1]))
         self.done.append((func, tuple(map(self._named, args))))
         made = func(*args, **(kwargs or {}))
         for x in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(x, Tensor) and (func in ROUNDED or not (x.is_floating_point() or x.is_complex())):
-                value = crc32(x.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-                self.choices.append(_Choice(tuple(x.shape), value, func in ROUNDED))
+            if isinstance(x, Tensor):
+                self.largest = max(self.largest, x.numel())
+                self._note(x, func in ROUNDED)
+        if self._most is not None and (len(self.done) > self._most[0] or self.largest > self._most[1]):
+            raise _TooMuchError
         return made
 
     def _named(self, value: Any) -> Any:
@@ -100,6 +129,13 @@ class _OperationsSeen(DispatchMode):
         if isinstance(value, Tensor):
             return self._weights.get(id(value))
         return value if isinstance(value, int) else None
+
+    def _note(self, x: Tensor, is_rounded: bool) -> None:
+        if x.layout != torch.strided or x.is_nested or x.device.type != "cpu":
+            return
+        if is_rounded or not (x.is_floating_point() or x.is_complex() or x.is_quantized):
+            values = (x.detach().double() if x.is_floating_point() else x.detach()).numpy().tobytes()
+            self.choices.append(_Choice(tuple(x.shape), crc32(values), is_rounded))
 
 
 def _has_mask(places: Any) -> bool:
@@ -124,14 +160,19 @@ def reads_values(model: nn.Module, batch: Batch) -> bool:
     return _seen(deep_copy(model), batch).reads > 0
 
 
-def _seen(made: nn.Module, batch: Batch) -> _ForwardSeen:
-    """What a forward of a model in training does. It changes the model."""
-    seen, lists = _OperationsSeen({id(p): n for n, p in enumerate(made.parameters())}), _ListsRead()
+def _seen(made: nn.Module, batch: Batch, most: tuple[int, int] | None = None) -> _ForwardSeen:
+    """What a forward of a model in training does. It changes the model. `most`: as `_OperationsSeen` has it."""
+    seen, lists = _OperationsSeen({id(p): n for n, p in enumerate(made.parameters())}, most), _ListsRead()
+    buffers = list(made.buffers())
+    before = [buffer._version for buffer in buffers]
     has_run = False
     with generators_kept(), uncompiled(), torch.no_grad(), suppress(Exception), lists, seen:
         made.train()(*batch.args, **batch.kwargs)
         has_run = True
-    return _ForwardSeen(seen.reads + lists.count, has_run, seen.done, seen.choices, seen.numbers)
+    written = frozenset(n for n, b in enumerate(buffers) if b._version != before[n])
+    return _ForwardSeen(
+        seen.reads + lists.count, has_run, seen.done, seen.choices, seen.numbers, seen.largest, written
+    )
 
 
 @dataclass(frozen=True)
@@ -146,7 +187,8 @@ class _Branches:
     @staticmethod
     def of(model: nn.Module, batch: Batch) -> _Branches:
         """A choice for each sample has more rows for a whole batch than for its half."""
-        whole, half = (_seen(deep_copy(model), some) for some in (batch, batch.cut(2)[0]))
+        most = MOST_OPERATIONS, sys.maxsize
+        whole, half = (_seen(deep_copy(model), some, most) for some in (batch, batch.cut(2)[0]))
         pairs = enumerate(zip(whole.choices, half.choices, strict=False))
         return _Branches(batch, frozenset(n for n, (a, b) in pairs if a.shape == b.shape), whole)
 
@@ -165,34 +207,43 @@ class _Branches:
         choices = [c for n, c in enumerate(seen.choices) if n in self.shared and c.is_rounded is rounded]
         return seen.numbers if rounded else seen.done, choices
 
-    def limit(self, model: nn.Module, powers: Sequence[Tensor]) -> tuple[float, float] | None:
-        """The shares of these powers on both sides of the first change that is found; None if there is none."""
-        what = self.change(_seen(_scaled(model, powers, 1.0), self.batch))
-        if what is None:
-            return None
-        low, high = 0.0, 1.0
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            there = _seen(_scaled(model, powers, middle), self.batch)
-            low, high = (low, middle) if not there.has_run or self._differs(there, what) else (middle, high)
-        return low, high
+    def limit(self, scaled: Callable[[float], nn.Module]) -> tuple[float, float] | None:
+        """The shares on both sides of the first change that is found; None if there is none. `scaled`: the model with
+        a share of a draw."""
+        for low, high in zip(SHARES, SHARES[1:], strict=False):
+            seen = _seen(scaled(high), self.batch, self.first.most)
+            if not seen.has_run:
+                return None
+            if (what := self.change(seen)) is None:
+                continue
+            for _ in range(BISECTIONS):
+                middle = (low + high) / 2
+                there = _seen(scaled(middle), self.batch, self.first.most)
+                if not there.has_run:
+                    return None
+                low, high = (low, middle) if self._differs(there, what) else (middle, high)
+            return low, high
+        return None
 
 
 def at_branches(model: Model, batches: Sequence[Batch]) -> Iterator[tuple[Model, Batch]]:
-    """Copies of `model` with weights on both sides of a change of what it does with one of these batches."""
+    """Copies of `model` with weights on both sides of a change of what it does with one of these batches. None of one
+    that takes more than `MOST_OPERATIONS`."""
     followed = [_Branches.of(model, batch) for batch in batches]
+    written = frozenset[int]().union(*(branches.first.written for branches in followed))
+    large = [b for n, b in enumerate(model.buffers()) if b.numel() > LARGE_NUMEL and n not in written]
     for seed, ((mean, deviation), branches) in enumerate(zip(DRAWS, cycle(followed), strict=False)):
         if not branches.first.has_run:
             continue
         draw = torch.Generator().manual_seed(seed)
         powers = [mean + deviation * torch.randn(p.shape, generator=draw) for p in model.parameters()]
-        for share in branches.limit(model, powers) or ():
-            yield _scaled(model, powers, share), branches.batch
+        for share in branches.limit(partial(_scaled, model, powers, large)) or ():
+            yield _scaled(model, powers, large, share), branches.batch
 
 
-def _scaled(model: Model, powers: Sequence[Tensor], share: float) -> Model:
-    """A copy whose weights that train are multiplied by exp(share * power)."""
-    made = deep_copy(model)
+def _scaled(model: Model, powers: Sequence[Tensor], large: Sequence[Tensor], share: float) -> Model:
+    """A copy whose weights that train are multiplied by exp(share * power). It has the buffers `large` of the model."""
+    made = deep_copy(model, {id(buffer): buffer for buffer in large})
     for weight, power in zip(made.parameters(), powers, strict=True):
         if weight.requires_grad and weight.is_floating_point():
             weight.data.mul_((share * power).exp())

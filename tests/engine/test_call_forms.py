@@ -54,10 +54,6 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
         ),  # type: ignore[arg-type]
         "model: GPTConfig; legal: an nn.Module, or a function that makes one",
     ),
-    "a field of another name": (
-        lambda e, r, c: cl.models.GPTConfig(vocab=8),  # type: ignore[call-arg]
-        "GPTConfig: vocab: no field of it; legal: vocabulary, layers, heads, width, sequence, kv_heads",
-    ),
     "a task of another name": (
         lambda e, r, c: cl.Task("a", nn.Linear, data=[1], steps=1, global_batch=1, batch=2),  # type: ignore[call-arg]
         "Task: got an unexpected keyword argument 'batch'",

@@ -253,3 +253,85 @@ def test_a_branch_that_no_first_batch_shows_is_found_with_other_weights(limit: s
         (told,) = run_world(limited, 1, limit, True, in_code, seed)
         assert "samples of Limited see each other" in told
         assert run_world(limited, 1, limit, False, in_code, seed) == [""], "each sample by itself"
+
+
+class Harmless(nn.Module):
+    """Acts on each sample alone, in a way that other weights make long, large or not a number."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.words, self.one, self.head = way, nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, V)
+        self.gain = nn.Parameter(torch.ones(()))
+        with torch.no_grad():
+            self.one.weight.mul_(0.3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = getattr(self, self.way)(x)
+        logits: Tensor = self.head(x if float(self.gain) < 10 else -x)
+        return logits
+
+    def to_a_fixed_point(self, x: Tensor) -> Tensor:
+        def solved(x: Tensor) -> Tensor:
+            z = torch.zeros_like(x)
+            while True:
+                last, z = z, (self.one(z) + x).tanh()
+                if float((z - last).abs().max()) < 1e-9:
+                    return z
+
+        return torch.cat([solved(sample) for sample in x.split(1)])
+
+    def as_long_as_it_says(self, x: Tensor) -> Tensor:
+        def frames(x: Tensor) -> Tensor:
+            lengths = (3 * self.one(x.detach())[..., 0]).exp().round().long().clamp(1).flatten()
+            return x.flatten(0, 1).repeat_interleave(lengths, 0).mean(0).expand(1, *x.shape[1:])
+
+        return torch.cat([frames(sample) for sample in x.split(1)])
+
+    def gated(self, x: Tensor) -> Tensor:
+        gate = self.one(x).tanh()
+        return gate * x + (1 - gate**2).sqrt() * self.one(x)
+
+    def one_sample_otherwise(self, x: Tensor) -> Tensor:
+        return x + x.squeeze().square().sum(0, keepdim=True) if len(x) == 1 else x
+
+
+def harmless(env: RankEnv, way: str) -> str:
+    """What initialize refuses, or ""."""
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), gradient_accumulation=2)
+    with env.launch(config) as context:
+        try:
+            cl.initialize(Harmless(way).double(), context=context)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("way", ["to_a_fixed_point", "as_long_as_it_says", "gated", "one_sample_otherwise"])
+def test_what_only_other_weights_make_long_large_or_no_number_is_not_refused(way: str) -> None:
+    assert run_world(harmless, 1, way) == [""]
+
+
+class FirstWords(Limited):
+    """Reads words that are no block of memory before it takes a branch."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert len(ids[:, 0].unique()) and len(ids[:, ::2].topk(2, -1)[1][..., 0])
+        return super().forward(ids)
+
+
+def first_words(env: RankEnv, seed: int) -> str:
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), gradient_accumulation=2)
+    with env.launch(config) as context:
+        try:
+            cl.initialize(FirstWords("deviation", True, True, seed).double(), context=context)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_integers_in_any_layout_end_no_search(seed: int) -> None:
+    (told,) = run_world(first_words, 1, seed)
+    assert "samples of FirstWords see each other" in told
