@@ -26,6 +26,7 @@ from torch import Tensor
 from colossal_lite.distributed import host_handshake
 from colossal_lite.memory.disk_layout import PAGE_BYTES
 from colossal_lite.memory.host_store import HostStore
+from colossal_lite.memory.shared_records import DIRECTORY_BYTES
 from colossal_lite.memory.task_records import (
     GRADIENTS,
     OPTIMIZER,
@@ -135,6 +136,18 @@ def test_the_end_of_the_owner_leaves_a_siblings_mapping_as_it_is_and_lets_nobody
     with pytest.raises(StoreError, match="has no records of task 'gpt' any more"):
         store, _, _ = opened()
         HostStore.attach(replace(store.handle("gpt"), token="00" * 16))
+
+
+def test_a_descriptor_that_is_other_memory_by_now_is_not_read_as_records() -> None:
+    store, _, _ = opened()
+    other = os.memfd_create("other")
+    try:
+        os.truncate(other, 2 * DIRECTORY_BYTES)
+        os.pwrite(other, b"\xff" * DIRECTORY_BYTES, 0)
+        with pytest.raises(StoreError, match="has no records of task 'gpt' any more"):
+            HostStore.attach(replace(store.handle("gpt"), descriptor=other))
+    finally:
+        os.close(other)
 
 
 def memory_of_this_process() -> tuple[int, int]:
