@@ -35,7 +35,7 @@ from colossal_lite.parallel.fused_head import free_head
 from colossal_lite.parallel.loss import Criterion, Loss, ModelLoss, checked
 from colossal_lite.parallel.padding import SeenPadding
 from colossal_lite.parallel.parallelize import Parallelized
-from colossal_lite.parallel.plan_proof import FirstBatch
+from colossal_lite.parallel.samples_apart import FirstBatch
 from colossal_lite.pipeline.stages import Stages
 from colossal_lite.pipeline.step_plan import splits_backward
 from colossal_lite.pipeline.traced_sections import TracedSections

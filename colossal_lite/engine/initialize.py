@@ -68,7 +68,7 @@ from colossal_lite.parallel.loss import Criterion, Loss, checked, reader_of
 from colossal_lite.parallel.model_loss import ModelLoss, check_labels_optional, model_loss
 from colossal_lite.parallel.padding import SeenPadding, seen_padding
 from colossal_lite.parallel.parallelize import Parallelized, facts_of, parallelize
-from colossal_lite.parallel.plan_proof import FirstBatch, check_samples_apart
+from colossal_lite.parallel.samples_apart import FirstBatch, check_samples_apart
 from colossal_lite.pipeline.layer_profile import Profiler
 from colossal_lite.pipeline.model_units import Sections, has_stated_units, traced_units
 from colossal_lite.pipeline.partition import Unit

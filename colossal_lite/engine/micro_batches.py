@@ -27,7 +27,7 @@ from colossal_lite.engine.context import Context
 from colossal_lite.memory.transfers import host_copy, to_host
 from colossal_lite.parallel.padding import SeenPadding
 from colossal_lite.parallel.parallelize import Parallelized
-from colossal_lite.parallel.plan_proof import FirstBatch
+from colossal_lite.parallel.samples_apart import FirstBatch
 
 
 class FirstLook(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from colossal_lite.engine.engine import Engine
-from colossal_lite.zero.weight_slots import StageGather
+from colossal_lite.zero.stage_weights import StageGather
 
 BY_ITSELF = "by itself"
 

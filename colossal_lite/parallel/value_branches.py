@@ -51,10 +51,8 @@ MOST_OPERATIONS = 10_000
 MOST_TIMES = 4
 """As many operations, and as large results, as the first forward has, and `MOST_MORE` beside them."""
 MOST_MORE = 256
-LARGE_NUMEL = 1 << 18
+SHARED_NUMEL = 1 << 18
 """Buffers above this size are not copied for each forward, unless the first one writes to them."""
-
-
 ROUNDED = frozenset(
     {aten.sign.default, aten.round.default, aten.floor.default, aten.ceil.default, aten.trunc.default}
 )
@@ -193,9 +191,7 @@ class _Branches:
         return _Branches(batch, frozenset(n for n, (a, b) in pairs if a.shape == b.shape), whole)
 
     def change(self, scaled: _ForwardSeen) -> Change | None:
-        """What differs with other weights: operations and choices, or numbers alone. None: nothing, or it fails."""
-        if not scaled.has_run:
-            return None
+        """What differs with other weights: operations and choices, or numbers alone. None: nothing."""
         changes: tuple[Change, ...] = ("operations", "numbers")
         return next((what for what in changes if self._differs(scaled, what)), None)
 
@@ -231,7 +227,7 @@ def at_branches(model: Model, batches: Sequence[Batch]) -> Iterator[tuple[Model,
     that takes more than `MOST_OPERATIONS`."""
     followed = [_Branches.of(model, batch) for batch in batches]
     written = frozenset[int]().union(*(branches.first.written for branches in followed))
-    large = [b for n, b in enumerate(model.buffers()) if b.numel() > LARGE_NUMEL and n not in written]
+    large = [b for n, b in enumerate(model.buffers()) if b.numel() > SHARED_NUMEL and n not in written]
     for seed, ((mean, deviation), branches) in enumerate(zip(DRAWS, cycle(followed), strict=False)):
         if not branches.first.has_run:
             continue

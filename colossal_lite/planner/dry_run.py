@@ -492,7 +492,7 @@ class _FlashAttention(TorchFunctionMode):
                 f"plan: the model's forward reads a value ({func.__name__} of {tuple(args[0].shape)}), which a run "
                 f"without tensors does not have. Legal: a forward whose course depends on shapes alone"
             )
-        if func is F.scaled_dot_product_attention and not _drops(*args, **(kwargs or {})):
+        if func is F.scaled_dot_product_attention:
             return _flash(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             return _heads(self, *args, **(kwargs or {}))
@@ -517,18 +517,14 @@ def _with_flash(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
 
-def _drops(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *_: Any,
-    **others: Any,
-) -> bool:  # fmt: skip
-    """Whether attention drops elements, and so is computed unfused (numerics/functional_dropout.py)."""
-    return dropout_p > 0.0
-
-
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
+    if dropout_p > 0.0:  # which is computed unfused (numerics/functional_dropout.py)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )[0]

@@ -4,7 +4,7 @@ Note: gates.
 From stage 1 on a rank updates its shard of a chunk and gathers the others' shards.  It does so chunk by chunk in
 forward order, while the next forward already runs.  A hook before the forward of every module with parameters waits for
 their chunks.  At stage 3 the same gates gather (zero/sharded_weights.py), or the list of a pipeline does
-(zero/weight_slots.py).  The gates also run deferred updates of the last step (zero/deferred_updates.py), all of them
+(zero/stage_weights.py).  The gates also run deferred updates of the last step (zero/deferred_updates.py), all of them
 before a forward ends.  Where shards are gathered, they run one chunk ahead.
 
 Note: reads without a gate.

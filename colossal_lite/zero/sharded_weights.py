@@ -43,7 +43,8 @@ from colossal_lite.zero.build_chunks import slots_of
 from colossal_lite.zero.forward_hooks import ForwardGates
 from colossal_lite.zero.gather_units import plan_of, units_of
 from colossal_lite.zero.gradient_hooks import GradientHooks, StageHooks
-from colossal_lite.zero.weight_slots import ShardedWeights, StageGather
+from colossal_lite.zero.stage_weights import StageGather
+from colossal_lite.zero.weight_slots import ShardedWeights
 
 NOTHING: Needs = frozenset()
 

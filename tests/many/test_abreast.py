@@ -22,7 +22,7 @@ from colossal_lite.memory.frozen_slots import FrozenSlots
 from colossal_lite.memory.link import Transfer
 from colossal_lite.schedule.abreast import begins
 from colossal_lite.schedule.plan import Action, ActionKind
-from colossal_lite.zero.weight_slots import StageGather
+from colossal_lite.zero.stage_weights import StageGather
 from tests.memory.test_frozen_records import CASE, alone, assert_same, steps
 from tests.shared.parity import Case, start
 from tests.shared.pool import RankEnv, run_world

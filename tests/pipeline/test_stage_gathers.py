@@ -23,8 +23,8 @@ from colossal_lite.schedule.plan import Action, ActionKind, Plan, PlanError, Sha
 from colossal_lite.schedule.simulator import StageCosts, simulate
 from colossal_lite.schedule.stage_gathers import GatherSlots, StageWeights, add_gathers, gather_slots
 from colossal_lite.schedule.step_passes import add_messages, add_step
-from colossal_lite.zero import weight_slots
-from colossal_lite.zero.weight_slots import StageGather
+from colossal_lite.zero import stage_weights
+from colossal_lite.zero.stage_weights import StageGather
 from tests.planner.test_planner import assert_predicted
 from tests.shared.covering import Choice, covering_array, name_of
 from tests.shared.held_at_once import held_at_once
@@ -155,7 +155,7 @@ def elsewhere(original: Callable[..., GatherSlots], actions: Sequence[Action], *
 
 def moving(env: RankEnv, case: Case) -> list[Step]:
     """Every other gather lies elsewhere, and weights that are dropped are gone."""
-    drop, slots = Chunk.reshard, weight_slots.gather_slots
+    drop, slots = Chunk.reshard, stage_weights.gather_slots
 
     def spoil(chunk: Chunk) -> None:
         chunk.full_weight.fill_(math.nan)
@@ -163,7 +163,7 @@ def moving(env: RankEnv, case: Case) -> list[Step]:
 
     with (
         patch.object(Chunk, "reshard", spoil),
-        patch.object(weight_slots, "gather_slots", partial(elsewhere, slots)),
+        patch.object(stage_weights, "gather_slots", partial(elsewhere, slots)),
     ):
         return parallel_run(env, case)
 
