@@ -37,6 +37,7 @@ from colossal_lite.checkpoint.manifest import (
     header,
     serial_of,
 )
+from colossal_lite.config.errors import first_few
 from colossal_lite.memory.disk_file import Workers
 from colossal_lite.sharding.boxes import extent
 
@@ -195,8 +196,7 @@ def box_of(part: Slice) -> str:
 
 
 def _some(rows: Sequence[tuple[str, Stored, Slice]]) -> str:
-    names = list(dict.fromkeys(name for name, _, _ in rows))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return first_few(dict.fromkeys(name for name, _, _ in rows))
 
 
 def _opened(path: Path, holds: str) -> Any:

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from colossal_lite.config.errors import first_few
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.numerics.torch_modes import storage_of
 from colossal_lite.observe.printed_lines import warn
@@ -85,9 +86,8 @@ class ModelStructure:
         elif by_hand and self._speaks:
             self._speaks = False
             rest = [name for name, module in self._modules.items() if not module.training]
-            more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
             warn(
-                f"train_step: {', '.join(rest[:3])}{more} stay in eval(), as set while the model trains. If all shall "
+                f"train_step: {first_few(rest)} stay in eval(), as set while the model trains. If all shall "
                 f"train: engine.model.train()"
             )
 

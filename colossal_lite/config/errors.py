@@ -83,6 +83,13 @@ def listed(figures: Iterable[object]) -> str:
     return ", ".join(map(repr, figures))
 
 
+def first_few(names: Iterable[str]) -> str:
+    """The first three names, and the number of the others; "none" of none."""
+    names = list(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(names[:3]) or "none") + more
+
+
 def refuse(problems: Iterable[Problem]) -> None:
     """Raise ConfigError if there are any problems."""
     if found := tuple(problems):

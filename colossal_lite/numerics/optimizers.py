@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from colossal_lite.config.errors import first_few
+
 if TYPE_CHECKING:
     from colossal_lite.config.schema import OptimizerConfig
     from colossal_lite.kernels import Draws, Ops
@@ -59,10 +61,9 @@ def assign_groups(names: Iterable[str], groups: tuple[Group, ...]) -> dict[str, 
     }
     for i, group in enumerate(groups[:-1]):
         if not any(fnmatchcase(name, group.match) for name in assigned):
-            some = ", ".join(list(assigned)[:4])
             raise ValueError(
                 f"optimizer.groups.{i}.match = {group.match!r}: no trainable parameter has such a name; "
-                f"they are named like {some}"
+                f"they are named like {first_few(assigned)}"
             )
     return assigned
 
@@ -73,19 +74,25 @@ def check_whole_tensors(
     groups: Sequence[Group],
     sharded: Collection[str] = (),
 ) -> None:
-    """Raises ValueError naming every parameter that the optimizer of its group cannot update. LAMB and Muon update no
+    """Raises ValueError that names parameters that the optimizer of its group cannot update. LAMB and Muon update no
     part of a tensor (`sharded`), and Muon updates matrices only."""
-    faults = []
+    cut: dict[str, list[str]] = {}
+    without_matrix = []
     for name, shape in shapes.items():
         kind = groups[assigned[name]].type
         if not rule_of(groups[assigned[name]]).is_elementwise and name in sharded:
-            faults.append(
-                f"{name}: {kind} needs whole tensors, and each rank holds a part; legal: {ELEMENTWISE}"
-            )
+            cut.setdefault(kind, []).append(name)
         elif kind == "muon" and len(shape) != 2:
-            faults.append(
-                f"{name} {tuple(shape)}: muon updates matrices only; give it a group with another type"
-            )
+            without_matrix.append(f"{name} {tuple(shape)}")
+    faults = [
+        f"{first_few(names)}: {kind} needs whole tensors, and each rank holds a part; legal: {ELEMENTWISE}"
+        for kind, names in cut.items()
+    ]
+    if without_matrix:
+        faults.append(
+            f"{first_few(without_matrix)}: muon updates matrices only; give each other parameter a group with "
+            f"another type"
+        )
     if faults:
         raise ValueError("optimizer:\n  " + "\n  ".join(faults))
 

@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from colossal_lite.config.errors import first_few
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.kernels import Dropout
 from colossal_lite.layers.layer_swap import fill_placeholders
@@ -122,7 +123,7 @@ def _check(module: nn.Module, originals: Mapping[str, nn.Parameter], mesh: Mesh)
     without = [name for name, parameter in originals.items() if parameter.is_meta]
     if without:
         raise ValueError(
-            f"parallelize: {', '.join(without[:3])} is on meta and has no values; build it on a device"
+            f"parallelize: {first_few(without)} is on meta and has no values; build it on a device"
         )
     if mesh.size("tensor") == 1:
         return
@@ -133,6 +134,6 @@ def _check(module: nn.Module, originals: Mapping[str, nn.Parameter], mesh: Mesh)
     dropping = [n for n, m in module.named_modules() if isinstance(m, (Dropout, nn.Dropout)) and m.p > 0]
     if dropping:
         raise ValueError(
-            f"parallelize: dropout ({', '.join(dropping[:3])}) under tensor parallelism needs masks that agree "
+            f"parallelize: dropout ({first_few(dropping)}) under tensor parallelism needs masks that agree "
             f"between ranks; use initialize, or set p=0"
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from colossal_lite.config.errors import first_few
 from colossal_lite.config.parallel_schema import ModelFacts
 from colossal_lite.config.pipeline_schema import PipelineConfig
 from colossal_lite.data.batch import Batch
@@ -144,7 +145,7 @@ def lay_out(
     lost += [name for name in modules_of(model) if not any(a in stages_of for a in ancestors(name))]
     if lost:
         raise ValueError(
-            f"parallel.pipeline: {', '.join(lost[:3])} of {type(model).__name__} is under none of its units; each "
+            f"parallel.pipeline: {first_few(lost)} of {type(model).__name__} is under none of its units; each "
             f"parameter, buffer and auxiliary loss must be"
         )
     _check_shared(model, stages_of)

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossal_lite.config.errors import first_few
 from colossal_lite.config.schema import ZeroConfig
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.memory.chunk import Chunk
@@ -246,7 +247,7 @@ class ParameterGather(ShardedWeights):
     def _out_of_order(self, needs: Needs) -> str:
         names = [entry.name for c in sorted(needs) for entry in self._all[c].spec.entries]
         return (
-            f"{self._phase}: the weights {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} are read when the "
+            f"{self._phase}: the weights {first_few(names)} are read when the "
             f"plan of zero.stage=3 has dropped them. A model may leave modules out, but must use them in the order of "
             f"its first step. Each forward needs a backward of its own. zero.stage=2 has no such rule"
         )

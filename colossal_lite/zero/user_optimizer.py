@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colossal_lite.config.errors import first_few
 from colossal_lite.memory.chunk import Chunk, GradientState
 from colossal_lite.memory.link import Link
 from colossal_lite.memory.transfers import sent_back
@@ -244,12 +245,6 @@ def _check(optimizer: object, given: Mapping[str, nn.Parameter]) -> None:
     lacking = [key for key, p in given.items() if id(p) not in held]
     if foreign or lacking:
         raise ValueError(
-            f"optimizer: {name} holds {foreign} parameters that it was not given, and lacks {_few(lacking)}; "
+            f"optimizer: {name} holds {foreign} parameters that it was not given, and lacks {first_few(lacking)}; "
             f"legal is each parameter of the list once (freeze one before initialize to leave it out)"
         )
-
-
-def _few(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (", ".join(names[:3]) or "none") + more

@@ -241,10 +241,10 @@ REFUSED = {
     "closure": "LBFGS needs a closure",
     "some only": "lacks token.weight",
     "foreign": "1 parameters that it was not given",
-    "muon": r"norm.bias \(16,\): muon updates matrices only",
+    "muon": r"blocks.0.norm1.weight \(16,\), \S+ \(16,\), \S+ \(\d+,\) and \d+ more: muon updates matrices only",
     "group": "no trainable parameter has such a name",
-    "lamb, cut": "blocks.0.attention.qkv.weight: lamb needs whole tensors, and each rank holds a part",
-    "muon, cut": "blocks.0.attention.qkv.weight: muon needs whole tensors, and each rank holds a part",
+    "lamb, cut": r"token.weight, blocks.0.attention.qkv.weight, \S+ and \d+ more: lamb needs whole tensors, and each rank holds",
+    "muon, cut": r"token.weight, blocks.0.attention.qkv.weight, \S+ and \d+ more: muon needs whole tensors, and each rank holds",
     "own, cut": r"no tensor axis \(now 2\)",
 }
 
