@@ -13,7 +13,8 @@ import torch
 
 from colossal_lite.config.config import Config
 from colossal_lite.config.errors import ConfigError
-from colossal_lite.kernels import Draws
+from colossal_lite.kernels import TORCH, Draws
+from colossal_lite.numerics.optimizers import Group, rule_of
 from colossal_lite.planner import planner
 from colossal_lite.zero import optimizer as chunk_optimizer
 from tests.shared.parity import Case, start
@@ -149,6 +150,21 @@ def test_a_loss_of_fifty_steps_stays_within_two_percent_of_that_of_wide_moments(
     assert narrow != wide
     furthest = max(abs(a - b) / a for a, b in zip(wide, narrow, strict=True))
     assert furthest < 0.02, furthest
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw"])
+def test_a_first_step_with_narrow_moments_is_torchs_own(kind: str) -> None:
+    """The step uses moments that are not rounded yet, so its numbers are those of float32 ones."""
+    start, gradient = torch.randn(2, 512, generator=torch.Generator().manual_seed(0))
+    theirs = torch.nn.Parameter(start.clone())
+    theirs.grad = gradient.clone()
+    own = dict(adam=torch.optim.Adam, adamw=torch.optim.AdamW)[kind]
+    own([theirs], lr=0.1, betas=(0.8, 0.9), weight_decay=0.5).step()
+    group = Group("*", kind, 0.1, (0.8, 0.9), 1e-8, 0.5, 0.0, False, "bf16")
+    rule, ours = rule_of(group), start.clone()
+    state = {name: torch.zeros(512, dtype=rule.narrow) for name in rule.states}
+    rule.update(TORCH, group, ours, gradient * 4, state, step=1, lr=0.1, grad_scale=4.0, draws=Draws((1, 2), 0))
+    torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-6)
 
 
 # ---- refusals ----

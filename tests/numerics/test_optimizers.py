@@ -258,13 +258,14 @@ def test_it_is_refused_in_words(what: str) -> None:
 # ---------------------------------------------------------------------------------------- rules and schedules
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
-def test_muon_in_sixteen_bits_is_torchs_own_to_the_bit(shape: tuple[int, int]) -> None:
+def test_muon_in_sixteen_bits_is_torchs_own_to_the_bit(shape: tuple[int, int], nesterov: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(5, *shape, generator=generator)
     theirs = nn.Parameter(start.clone())
-    optimizer = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.2, momentum=0.9)
-    group = Group("*", "muon", 0.1, (0.0, 0.0), 1.0, 0.2, 0.9, True)
+    optimizer = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.2, momentum=0.9, nesterov=nesterov)
+    group = Group("*", "muon", 0.1, (0.0, 0.0), 1.0, 0.2, 0.9, nesterov)
     ours, state = start.clone(), {"momentum_buffer": torch.zeros(shape)}
     for step, gradient in enumerate(gradients, 1):
         theirs.grad = gradient.clone()
@@ -273,6 +274,38 @@ def test_muon_in_sixteen_bits_is_torchs_own_to_the_bit(shape: tuple[int, int]) -
             TORCH, group, ours, gradient.clone(), state, step=step, lr=0.1, grad_scale=1.0
         )
     assert torch.equal(ours, theirs.detach())
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sgd": dict(momentum=0.6, weight_decay=0.3),
+    "sgd, nesterov": dict(momentum=0.6, nesterov=True, weight_decay=0.3),
+    "sgd, plain": dict(weight_decay=0.3),
+    "adam": dict(betas=(0.6, 0.7), eps=0.1, weight_decay=0.3),
+    "adamw": dict(betas=(0.6, 0.7), eps=0.1, weight_decay=0.3),
+    "lion": dict(betas=(0.6, 0.7), weight_decay=0.3),
+    "lamb": dict(betas=(0.6, 0.7), eps=0.1, weight_decay=0.3),
+    "muon": dict(momentum=0.6, nesterov=False, weight_decay=0.3),
+    "muon, nesterov": dict(momentum=0.6, nesterov=True, weight_decay=0.3),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_rule_reads_every_setting_as_the_plain_one_does(name: str) -> None:
+    """No value here is a default, so one that is fixed in the code shows."""
+    kind, settings = name.partition(",")[0], SETTINGS[name]
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(5, 6, 4, generator=generator, dtype=torch.float64)
+    theirs, ours = nn.Parameter(start.clone()), start.clone()
+    plain = PLAIN[kind]([theirs], lr=0.05, **settings)
+    all_of = dict(betas=(0.9, 0.999), eps=1e-8, momentum=0.0, nesterov=False) | settings
+    group = Group(match="*", type=kind, lr=0.05, **all_of)
+    rule = rule_of(group, torch.float64)
+    state = {each: torch.zeros_like(start) for each in rule.states}
+    for step, gradient in enumerate(gradients, 1):
+        theirs.grad = gradient.clone()
+        plain.step()
+        rule.update(TORCH, group, ours, gradient * 3, state, step=step, lr=0.05, grad_scale=3.0)
+    torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_muon_leaves_a_matrix_without_a_gradient_as_the_plain_one_does() -> None:
