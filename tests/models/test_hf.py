@@ -237,6 +237,29 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], object], GPTConfig, str]] = {
 }
 
 
+LEAST: dict[str, dict[str, Any]] = {
+    "gpt2": dict(vocab_size=50, n_layer=2, n_head=4, n_embd=32, n_positions=16),
+    "llama": dict(
+        vocab_size=50, num_hidden_layers=2, num_attention_heads=4, hidden_size=32, intermediate_size=48,
+        max_position_embeddings=16,
+    ),
+    "llama, another base": dict(
+        vocab_size=50, num_hidden_layers=2, num_attention_heads=4, hidden_size=32, intermediate_size=48,
+        max_position_embeddings=16, rope_theta=5e5,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_what_a_config_leaves_out_is_what_transformers_takes(name: str, auto: Any) -> None:
+    from transformers import AutoConfig
+
+    kind = name.partition(",")[0]
+    whole = AutoConfig.for_model(kind, **LEAST[name], bos_token_id=None, eos_token_id=None).to_dict()
+    ours, theirs = (config_from_hf(facts) for facts in ({"model_type": kind} | LEAST[name], whole))
+    assert replace(ours, kv_heads=ours.key_heads) == replace(theirs, kv_heads=theirs.key_heads)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_what_has_no_other_form_is_refused_by_name(name: str) -> None:
     change, config, says = BAD[name]

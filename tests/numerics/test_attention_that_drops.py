@@ -29,6 +29,7 @@ HOW: dict[str, Callable[[], dict[str, Any]]] = {
     "causal": lambda: dict(is_causal=True),
     "scaled": lambda: dict(is_causal=True, scale=0.7),
     "a mask of booleans": lambda: dict(attn_mask=drawn(TOKENS, TOKENS) > -1),
+    "a mask that hides all keys of a query": lambda: dict(attn_mask=torch.arange(TOKENS)[:, None] > 0),
     "a mask that is added": lambda: dict(attn_mask=drawn(2, 1, TOKENS, TOKENS)),
     "shared heads": lambda: dict(is_causal=True, enable_gqa=True),
 }

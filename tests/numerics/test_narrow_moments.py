@@ -163,7 +163,9 @@ def test_a_first_step_with_narrow_moments_is_torchs_own(kind: str) -> None:
     group = Group("*", kind, 0.1, (0.8, 0.9), 1e-8, 0.5, 0.0, False, "bf16")
     rule, ours = rule_of(group), start.clone()
     state = {name: torch.zeros(512, dtype=rule.narrow) for name in rule.states}
-    rule.update(TORCH, group, ours, gradient * 4, state, step=1, lr=0.1, grad_scale=4.0, draws=Draws((1, 2), 0))
+    rule.update(
+        TORCH, group, ours, gradient * 4, state, step=1, lr=0.1, grad_scale=4.0, draws=Draws((1, 2), 0)
+    )
     torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-6)
 
 
