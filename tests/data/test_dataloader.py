@@ -261,15 +261,21 @@ def test_what_samples_draw_is_one_stream_on_any_mesh_and_in_a_resumed_run(datase
     assert len({number for row in straight for number in row[1:]}) == 3 * len(straight), "none is drawn twice"
 
 
-def test_a_collator_that_draws_draws_anew_in_each_epoch_and_leaves_the_generators_alone() -> None:
+class Counted(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(8))
+
+
+@pytest.mark.parametrize("dataset", [numbers(8), Counted()], ids=["map", "stream"])
+def test_a_collator_that_draws_draws_anew_in_each_epoch_and_leaves_the_generators_alone(dataset: Any) -> None:
     def noise(rows: list[torch.Tensor]) -> torch.Tensor:
         return torch.rand(len(rows))
 
     state = torch.get_rng_state()
-    parts = [dataloader(numbers(8), place=Place(2, part), global_batch=4, collate=noise) for part in range(2)]
+    parts = [dataloader(dataset, place=Place(2, part), global_batch=4, collate=noise) for part in range(2)]
     drawn = [torch.cat(list(loader.take(4))).tolist() for loader in parts]
     assert len({*drawn[0], *drawn[1]}) == 16 and torch.equal(torch.get_rng_state(), state)
-    resumed = dataloader(numbers(8), place=Place(2, 1), global_batch=4, collate=noise, start=12)
+    resumed = dataloader(dataset, place=Place(2, 1), global_batch=4, collate=noise, start=12)
     assert torch.cat(list(resumed.take(1))).tolist() == drawn[1][-2:]
 
 

@@ -234,6 +234,36 @@ def test_fit_leaves_what_the_loop_leaves(whole: Path, tmp_path: Path) -> None:
     assert len(listed(tmp_path / "checkpoints")) == 3
 
 
+def evaluations_of_fit(env: RankEnv, folder: str) -> list[list[int]]:
+    found = []
+    with env.launch(CONFIG) as context:
+        for n, every in enumerate((dict(save_every=2), {}, dict(save_every=2, evaluate_every=3))):
+            directory = f"{folder}/{n}"
+            cl.fit(
+                engine_in(context), TRAIN, directory=directory, global_batch=4, steps=5, valid=VALID, **every
+            )
+            found.append([row["step"] for row in rows(Path(directory) / "evaluation.jsonl")])
+    return found
+
+
+def test_fit_evaluates_with_each_save_unless_it_is_told_and_after_the_last_step(tmp_path: Path) -> None:
+    assert run_world(evaluations_of_fit, 1, str(tmp_path)) == [[[2, 4, 5], [5], [3, 5]]]
+
+
+def logged_use(env: RankEnv, folder: str) -> list[tuple[float, float]]:
+    """For each step its mfu, and that of one rank's peak by the tokens a second of its row."""
+    with patch("colossal_lite.engine.run.device_peak_flops", lambda *_: 1e9), env.launch(CONFIG) as context:
+        run = cl.Run(folder, engine_in(context), flops_per_token=1e3)
+        for batch in run.batches(TRAIN, global_batch=4, steps=2):
+            run.step(batch)
+    return [(row["mfu"], 1e3 * row["tokens_per_s"] / 1e9) for row in rows(Path(folder) / "timing.jsonl")]
+
+
+def test_the_use_of_peak_flops_is_that_of_all_ranks_together(tmp_path: Path) -> None:
+    for whole_use, of_one in run_world(logged_use, 2, str(tmp_path))[0]:
+        assert whole_use == pytest.approx(of_one / 2, rel=1e-9)
+
+
 def fails_to_save(env: RankEnv, folder: str) -> tuple[int, Any]:
     with pytest.raises(cl.Stopped) as stopped, env.launch(CONFIG) as context:
         run = cl.Run(folder, engine_in(context))

@@ -859,6 +859,34 @@ def test_a_fused_linear_loss_in_16_bits_is_made_with_the_loss_scale() -> None:
     torch.testing.assert_close(w.grad[1:].double() / scale, exact.grad[1:], rtol=2e-3, atol=0.0)
 
 
+def halves_of_a_loss() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(size, 16, generator=generator).bfloat16() for size in (1024, 24))
+    return x.requires_grad_(), w.requires_grad_(), torch.randint(24, (1024,), generator=generator)
+
+
+def test_the_gradient_of_a_16_bit_head_is_as_near_however_many_chunks_there_are() -> None:
+    """A sum of chunks in 16 bits was 8 times as far away here."""
+    x, w, labels = halves_of_a_loss()
+    exact = w.detach().double().requires_grad_()
+    linear_cross_entropy.reference(x.detach().double(), exact, labels).backward()
+    found = [
+        torch.autograd.grad(TORCH.linear_cross_entropy(x, w, labels, rows=n)[0], w)[0] for n in (1024, 2)
+    ]
+    assert exact.grad is not None
+    whole, cut = (float((each.double() - exact.grad).norm()) for each in found)
+    assert cut <= 1.1 * whole
+
+
+def test_a_fused_linear_loss_in_16_bits_is_scaled_in_32() -> None:
+    x, w, labels = halves_of_a_loss()
+    factor = 1 / 11
+    plain = torch.autograd.grad(TORCH.linear_cross_entropy(x, w, labels)[0], (x, w))
+    scaled = torch.autograd.grad(TORCH.linear_cross_entropy(x, w, labels)[0] * factor, (x, w))
+    for one, times in zip(plain, scaled, strict=True):
+        assert torch.equal(times, (one.float() * factor).bfloat16())
+
+
 @pytest.mark.parametrize("cut", [1, 6, 11])
 def test_a_fused_linear_loss_over_a_cut_vocabulary_is_that_over_the_whole(cut: int) -> None:
     """Each piece is given the partials of both, as an all-gather would; the gradients of x add up."""

@@ -17,7 +17,7 @@ from colossal_lite.many.build_timetable import QUANTA
 from colossal_lite.many.coordinator import Coordinator
 from colossal_lite.many.journal import stop_fault
 from colossal_lite.many.policies import POLICIES
-from colossal_lite.many.results import last_tenth
+from colossal_lite.many.results import last_tenth, metric_of
 
 LOST = "CommError: rank 1 has ended"
 
@@ -416,6 +416,35 @@ def test_a_done_task_whose_last_checkpoint_is_gone_trains_again(tmp_path: Path) 
 def test_a_step_without_a_label_is_left_out_of_the_loss_that_tasks_are_compared_by() -> None:
     assert last_tenth([9.0] * 18 + [2.0, math.nan]) == 2.0
     assert math.isnan(last_tenth([9.0] * 9 + [math.nan]))
+
+
+KEPT: dict[str, tuple[float, dict[str, float], list[str]]] = {
+    "the least is best": (1 / 3, dict(a=3.0, b=1.0, c=2.0), ["b"]),
+    "the best comes first": (1.0, dict(a=3.0, b=1.0, c=2.0), ["b", "c", "a"]),
+    "a part of a task is a task": (0.5, dict(a=3.0, b=1.0, c=2.0), ["b", "c"]),
+    "rounding adds no task": (0.07, {f"t{n}": float(n) for n in range(100)}, [f"t{n}" for n in range(7)]),
+    "of equals the first named": (0.5, dict(b=1.0, a=1.0), ["b"]),
+    "no number is the worst": (0.5, dict(a=math.nan, b=math.inf, c=math.nan, d=9.0), ["d", "b"]),
+}
+
+
+@pytest.mark.parametrize("rule", KEPT)
+def test_the_tasks_that_go_on_from_a_rung_are_the_best_by_every_rule(rule: str) -> None:
+    keep, metrics, best = KEPT[rule]
+    assert list(cl.Halving(rungs=(1,), keep=keep).kept(metrics)) == best
+
+
+def test_a_rung_compares_losses_up_to_its_step_and_the_last_evaluation_there(tmp_path: Path) -> None:
+    folder = tmp_path / "tasks" / "a"
+    folder.mkdir(parents=True)
+    rows = [dict(step=step, loss=float(step)) for step in range(1, 41)]
+    evaluated = [dict(step=step, loss=loss) for step, loss in ((10, 5.0), (20, 4.0), (20, 3.0), (30, None))]
+    for name, some in (("metrics", rows), ("evaluation", evaluated)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    assert metric_of(tmp_path, "a", 20, "loss") == 19.5, "the mean of steps 19 and 20"
+    assert metric_of(tmp_path, "a", 41, "loss") is None and metric_of(tmp_path, "a", 15, "held_out") is None
+    assert metric_of(tmp_path, "a", 20, "held_out") == 3.0
+    assert math.isnan(metric_of(tmp_path, "a", 30, "held_out") or 0.0)
 
 
 @pytest.mark.parametrize("loss", [0.5, 2.0])

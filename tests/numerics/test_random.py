@@ -203,6 +203,31 @@ def test_a_module_called_twice_in_one_pass_gets_two_keys_and_the_next_pass_the_s
     assert streams.rows("a").key == first.key and streams.rows("a").key == second.key
 
 
+def test_a_place_that_was_gone_back_to_is_still_that_place() -> None:
+    """A graph that is kept runs a block again in each of its backwards, each time with the same masks."""
+    streams = DropoutStreams(7)
+    streams.begin(4, torch.arange(2), torch.arange(3), is_part=True, tokens=2)
+    streams.rows("a")
+    streams.behind, place = "a linear", streams.place()
+    drawn = []
+    for step in range(3):
+        streams.begin(5 + step, torch.arange(4), torch.arange(6))
+        streams.go_to(place)
+        rows, behind = streams.rows("a"), streams.behind
+        drawn.append(
+            (
+                rows.key,
+                rows.step,
+                rows.tokens,
+                behind,
+                rows.sample.numel(),
+                rows.position.numel(),
+                rows.whole is None,
+            )
+        )
+    assert drawn == [(key(7, "a", 1), 4, 2, "a linear", 2, 3, False)] * 3
+
+
 def test_building_on_meta_does_not_import_the_compiler() -> None:
     """torch's meta form of normal_ and its wrapper of dispatch modes do: 155 MB in each rank, and 2 s of its start."""
     code = (
