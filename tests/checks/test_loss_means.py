@@ -174,6 +174,8 @@ def test_what_a_mean_divides_by_is_read_from_the_graph() -> None:
     assert denominators(each_mean).tolist() == expected_means  # type: ignore[union-attr]
     counted = denominators(mean(z, y).nan_to_num() * 0.5, count=torch.tensor(3))
     assert counted is not None and counted.tolist() == [[9.0, 3.0, 6.0]]
+    two = denominators(torch.add(mean(z, y), z.square().mean(), alpha=4) - mean(z, y) * 2)
+    assert two is not None and two.tolist() == [[9.0, 9.0, 4.5], [60.0, 60.0, 15.0], [9.0, 9.0, 9.0]]
     for other in (z.sum(), mean(z, y, reduction="sum"), z.sum() * 2):
         assert denominators(other) is None
 

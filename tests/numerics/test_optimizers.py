@@ -149,6 +149,33 @@ def test_an_optimizer_that_draws_draws_alike_on_all_ranks() -> None:
             torch.testing.assert_close(weight, alone[name], rtol=0, atol=1e-10)
 
 
+class Spare(nn.Module):
+    """Words to logits, and a parameter that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.spare = nn.Embedding(7, 7), nn.Parameter(torch.ones(3))
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.words(ids)
+
+
+def test_an_optimizer_of_ones_own_leaves_a_parameter_without_a_gradient_as_torch_does() -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def own(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(torch.optim.AdamW(params, lr=0.1, weight_decay=0.5))
+        return made[0]
+
+    ids = torch.arange(6).view(2, 3)
+    with cl.launch(dict(precision="fp64", timeout_s=30), rank=0, world_size=1) as context:
+        engine = cl.initialize(Spare(), context=context, optimizer=own)
+        for _ in range(2):
+            engine.train_step((ids, ids + 1))
+        weights = engine.full_state_dict()
+    assert torch.equal(weights["spare"], torch.ones(3, dtype=torch.float64)) and len(made[0].state) == 1
+
+
 def _continued_by_hand(env: RankEnv, folder: str) -> tuple[str, list[float]]:
     """What `save` says of an optimizer of one's own; the losses of four steps, the last two on a second engine that
     continues by what the message calls legal."""

@@ -208,8 +208,8 @@ def test_a_place_that_was_gone_back_to_is_still_that_place() -> None:
     streams = DropoutStreams(7)
     streams.begin(4, torch.arange(2), torch.arange(3), is_part=True, tokens=2)
     streams.rows("a")
-    streams.behind, place = "a linear", streams.place()
-    drawn = []
+    streams.behind = "a linear"
+    place, drawn = streams.place(), []
     for step in range(3):
         streams.begin(5 + step, torch.arange(4), torch.arange(6))
         streams.go_to(place)
