@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import colossal_lite as cl
 from colossal_lite.data.batch import Batch
 from colossal_lite.parallel.model_loss import ModelLoss, ModelLossError, model_loss
+from colossal_lite.parallel.own_criterion import OwnCriterion
 from tests.shared.own_models import PLAN, TOKENS, WORDS, Model
 from tests.shared.pool import RankEnv, WorldError, run_world
 
@@ -333,3 +334,16 @@ class HasWholeNumbers(OwnLoss):
 @pytest.mark.parametrize("kind", [NormsItsHead, RecomputesADropout, HasWholeNumbers])
 def test_a_loss_is_a_mean_whatever_its_forward_keeps_or_its_backward_runs_again(kind: type[OwnLoss]) -> None:
     assert model_loss(build(kind)) == ModelLoss("targets", -1)
+
+
+def test_a_mean_in_16_bits_is_weighed_in_32() -> None:
+    """The sum of 257 labels was 260 in bfloat16, and it is 259.0078125."""
+    mean = torch.tensor(1.0078125, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(1, 257, dtype=torch.int64)
+    total, count = ModelLoss("labels", -100).of(dict(loss=mean), labels)
+    assert (total.dtype, float(total.detach()), count) == (torch.float32, 1.0078125 * 257, 257)
+    logits = torch.zeros(1, 257, 2)
+    of_own, count_of_own = OwnCriterion(lambda *_: mean).run(
+        logits, labels, 257, is_cut=False, cuts_tokens=False
+    )
+    assert (of_own.dtype, float(of_own.detach()), count_of_own) == (torch.float32, 1.0078125 * 257, 257)
