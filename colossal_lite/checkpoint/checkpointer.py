@@ -50,6 +50,7 @@ from colossal_lite.checkpoint.manifest import (
     MISFITS,
     Change,
     CheckpointError,
+    ExtraError,
     Manifest,
     MisfitError,
     Read,
@@ -58,6 +59,7 @@ from colossal_lite.checkpoint.manifest import (
     encode,
     misfits,
     model_changes,
+    plain,
     reads,
     unexpected,
     writes,
@@ -184,6 +186,12 @@ class Checkpointer:
         """Write a checkpoint. Collective. If `asynchronous`, a thread writes a copy of the tensors that this rank owns.
         Its errors come from `wait()`, or as a warning of the next call."""
         self.settle()
+        refused, extra = "", dict[str, Any]()
+        try:
+            extra = plain(facts.extra) if self._rank == 0 else extra  # the others' is not written
+        except ExtraError as error:
+            refused = str(error)
+        facts = replace(facts, extra=extra)
         meeting, pulse = self._meet("save"), Heartbeat()
         parts = [one.part() for one in held]
         plan = writes(parts, self._layout, self._rank, slice_bytes=SLICE_BYTES, file_bytes=FILE_BYTES)
@@ -209,6 +217,7 @@ class Checkpointer:
             pulse,
             self._claims,
             self._line,
+            refused,
         )
         self._last = saving = Saving(
             work.run,

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as dataclass_of_pydantic
 
-from colossal_lite.checkpoint.manifest_parser import parse
+from colossal_lite.checkpoint.manifest_parser import bounded, parse
 from colossal_lite.config.config import Config
 from colossal_lite.sharding.boxes import Box, Fragment, cut, extent, held, intersect, volume, within, written
 from colossal_lite.sharding.mesh_layout import MeshLayout
@@ -32,6 +32,7 @@ from colossal_lite.sharding.shard_spec import ShardSpec
 MANIFEST = "manifest.json"
 LIMIT_BYTES = 1 << 30
 """of a manifest; a manifest of 4,096 ranks has a tenth of this"""
+MOST_DIMS = 8
 PAIRS_A_BOX = 256
 """comparisons of slices, for each slice of a tensor"""
 ITEM_BYTES = {
@@ -55,11 +56,15 @@ class MisfitError(CheckpointError, ValueError):
     """A checkpoint of another model, or of settings with which it cannot be loaded."""
 
 
+class ExtraError(CheckpointError, ValueError):
+    """What a user gives as `extra` is not what a manifest holds."""
+
+
 STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 class _Part(BaseModel):
-    model_config = STRICT | ConfigDict(frozen=True)
+    model_config = STRICT | ConfigDict(frozen=True, ser_json_inf_nan="constants")
 
 
 Size = Annotated[int, Field(ge=0, lt=1 << 48)]
@@ -70,7 +75,7 @@ Seconds = Annotated[float, Field(ge=0)]
 class Slice:
     """One box of a tensor, in bytes [start, stop) of the data of `file`."""
 
-    box: Annotated[tuple[tuple[Size, Size], ...], Field(max_length=8)]
+    box: Annotated[tuple[tuple[Size, Size], ...], Field(max_length=MOST_DIMS)]
     file: Annotated[str, Field(pattern=r"^shard-\d{5,8}-\d{3,6}\.safetensors$")]
     start: Size
     stop: Size
@@ -82,7 +87,7 @@ class Stored:
     """A whole tensor: its safetensors dtype, global shape, and slices that are disjoint and cover it."""
 
     dtype: Literal[tuple(ITEM_BYTES)]  # type: ignore[valid-type]
-    shape: Annotated[tuple[Size, ...], Field(max_length=8)]
+    shape: Annotated[tuple[Size, ...], Field(max_length=MOST_DIMS)]
     slices: tuple[Slice, ...]
 
 
@@ -137,6 +142,43 @@ class Manifest(_Facts):
     @property
     def data_bytes(self) -> int:
         return sum(part.stop - part.start for stored in self.tensors.values() for part in stored.slices)
+
+
+EXTRA = "extra: "
+"""How a fault of it begins."""
+PLAIN = (
+    "legal: a dict of texts, numbers, None, lists, and dicts with texts as keys; for a tensor x x.tolist()"
+)
+
+
+def plain(extra: Any) -> dict[str, Any]:
+    """A copy of `extra`, as a manifest holds it. Raises ExtraError for what it cannot hold, or would give changed."""
+    if not isinstance(extra, Mapping):
+        raise ExtraError(f"{EXTRA}{type(extra).__name__}; {PLAIN}")
+    copied = dict[str, Any]()
+    for key, value in extra.items():
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+            text.encode()
+            _refuse_keys({key: value})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ExtraError(f"{EXTRA}{key!r}: {error}; {PLAIN}") from error
+        copied[key] = json.loads(text)
+    try:
+        bounded(json.dumps(copied, ensure_ascii=False).encode(), "extra")
+    except ValueError as error:
+        raise ExtraError(f"{error}; {PLAIN}") from error
+    return copied
+
+
+def _refuse_keys(value: Any) -> None:
+    """Raises ValueError for a key that JSON would give as a text."""
+    for key in value if isinstance(value, Mapping) else ():
+        if not isinstance(key, str):
+            raise ValueError(f"the key {key!r} would come back as a text")
+    if isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            _refuse_keys(inner)
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from colossal_lite.checkpoint.files import NAMES
-from colossal_lite.checkpoint.manifest import Change, Manifest, TensorSlice
+from colossal_lite.checkpoint.manifest import MOST_DIMS, Change, Manifest, TensorSlice
 from colossal_lite.sharding.boxes import Fragment, extent, strides_of
 from colossal_lite.sharding.mesh_layout import MeshLayout
 from colossal_lite.sharding.shard_spec import ShardSpec
@@ -38,6 +38,11 @@ class HeldTensor:
             raise ValueError(
                 f"checkpoint: {self.name} is {self.tensor.dtype}, which no checkpoint holds. Legal: another dtype, or "
                 f"register_buffer(..., persistent=False)"
+            )
+        if len(self.spec.shape) > MOST_DIMS:
+            raise ValueError(
+                f"checkpoint: {self.name} has {len(self.spec.shape)} dimensions, and a checkpoint holds at most "
+                f"{MOST_DIMS}. Legal: fewer, and x.view(...) in forward, or register_buffer(..., persistent=False)"
             )
         return TensorSlice(self.name, dtype, self.spec, self.start, stop, self.flat_axes, self.is_copy)
 

@@ -102,7 +102,10 @@ def export(folder: Path, target: Path, dtype: str = "fp32") -> Path:
         except CheckpointError as error:
             faults.append(str(error))
             continue
-        state = {name: value.to(EXPORTED[dtype]) for name, value in state.items()}
+        state = {
+            name: value.to(EXPORTED[dtype]) if value.is_floating_point() else value
+            for name, value in state.items()
+        }
         if isinstance(config, GPTConfig):
             words = config_to_hf(config, str(EXPORTED[dtype]).removeprefix("torch."))
             write_hf(target, words, to_hf(config, state))

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from colossal_lite.checkpoint.files import STEP, listed, next_serial, sync_directory, write_file
 from colossal_lite.checkpoint.manifest import (
+    EXTRA,
     MANIFEST,
     CheckpointError,
+    ExtraError,
     Manifest,
     Stored,
     TensorSlice,
@@ -72,6 +74,8 @@ class SaveJob:
     pulse: Heartbeat
     claims: FolderClaims
     line: LineOfDescent
+    refused: str = ""
+    """Why rank 0 refuses what the user gives."""
 
     def run(self) -> Path:
         """The new checkpoint. Raises CheckpointError, the same on every rank, after `ATTEMPTS`."""
@@ -79,7 +83,8 @@ class SaveJob:
             end = self._attempt(attempt)
             if end["name"] is not None:
                 return self.directory / str(end["name"])
-        raise CheckpointError("\n  ".join([f"save: nothing was written to {self.directory}", *end["faults"]]))
+        kind = ExtraError if end["faults"][0].startswith(EXTRA) else CheckpointError
+        raise kind("\n  ".join([f"save: nothing was written to {self.directory}", *end["faults"]]))
 
     def _attempt(self, attempt: int) -> dict[str, Any]:
         say, hear, at = self.meeting.say, self.meeting.hear, self.pulse.at
@@ -105,6 +110,8 @@ class SaveJob:
     def _begin(self) -> dict[str, Any]:
         """Rank 0: own the folder, remove leftovers of this run and of dead owners, make an empty hidden directory."""
         name = f"{_HIDDEN}step-{self.facts.step:08}-{self._mark()}"
+        if self.refused:
+            return {"name": name, "faults": [self.refused]}
         try:
             if (self.directory / MANIFEST).exists() or STEP.fullmatch(self.directory.name):
                 fault = f"{self.directory} is itself a checkpoint, or named as one; legal: {self.directory.parent}"

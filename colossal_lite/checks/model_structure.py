@@ -208,8 +208,14 @@ def check_other_engines(module: nn.Module) -> None:
             )
 
 
-def check_extra_state(module: nn.Module) -> None:
-    """Raises ValueError for a module that keeps state which is neither a parameter nor a buffer."""
+def check_own_state(module: nn.Module) -> None:
+    """Raises ValueError for state of a module that no checkpoint holds: of get_extra_state, and sparse buffers."""
+    for name, buffer in module.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ValueError(
+                f"model: the buffer {name} is {buffer.layout}, and copies, comparisons and checkpoints are of dense "
+                f"ones. Legal: dense buffers of its indices and values, or a plain attribute if it never changes"
+            )
     for name, owner in module.named_modules():
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(

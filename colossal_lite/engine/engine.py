@@ -31,6 +31,7 @@ from torch import Tensor
 
 from colossal_lite.checkpoint.checkpointer import Saving
 from colossal_lite.checkpoint.files import folder_given
+from colossal_lite.checkpoint.manifest import plain
 from colossal_lite.checkpoint.run_state import Loaded
 from colossal_lite.checks.batch_arguments import AllowedArguments
 from colossal_lite.checks.foreign_steps import ForeignSteps
@@ -486,6 +487,7 @@ class Engine:
         counted). Otherwise that is where the engine has saved to last, or resumed from, with the `extra` of then.
         Raises ValueError if another open engine of this context saves there."""
         folder = folder_given("save_on_stop", directory)
+        plain({} if extra is None else extra)
         self.context.engines.saves("save_on_stop", folder, self._state)
         self._state.stop_point = StopPoint(
             self.context.is_main, folder, {} if extra is None else extra, samples, is_given=True

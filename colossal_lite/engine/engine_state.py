@@ -29,6 +29,7 @@ from colossal_lite.distributed.progress import reason_of
 from colossal_lite.engine.context import Context, noting_faults
 from colossal_lite.engine.engine_parts import EngineParts
 from colossal_lite.engine.full_state import FullState, own_config
+from colossal_lite.engine.loader_arguments import whole
 from colossal_lite.engine.step_totals import OpenStep
 from colossal_lite.engine.stopping import SAVES_FAILED, Stopped, StopPoint
 from colossal_lite.engine.task_resume import TaskResume
@@ -45,6 +46,10 @@ def last_save_failed(checkpoints: Checkpointer, context: Context, step: OpenStep
     """The error that ends a finished run whose last save failed. Holds no engine: a context outlives many."""
     head = "the run has ended, and its last save failed"
     return _saves_failed(head, checkpoints, context, step) if checkpoints.failures else None
+
+
+def _samples_given(samples: Any) -> int:
+    return whole("samples", samples, "0 or more samples that the run has used, a whole number", least=0)
 
 
 def _saves_failed(head: str, checkpoints: Checkpointer, context: Context, step: OpenStep) -> Stopped:
@@ -128,7 +133,7 @@ class EngineState:
         extra = {} if extra is None else extra
         self.stop_point = self.stop_point.after(directory, extra)
         if samples is not None:
-            self._step.samples_before = samples
+            self._step.samples_before = _samples_given(samples)
         try:
             return self._save(directory, extra)
         except CheckpointError:
@@ -160,7 +165,7 @@ class EngineState:
         def save(point: StopPoint) -> Path:
             assert point.directory is not None
             if point.samples is not None:
-                self._step.samples_before = point.samples()
+                self._step.samples_before = _samples_given(point.samples())
             self._context.engines.saves("save", point.directory, self)
             self.refuse_mixed("save")
             return self._save(point.directory, point.extra).wait()

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from colossal_lite.checkpoint.tools import last_unit_seconds
 from colossal_lite.checks.model_structure import (
-    check_extra_state,
     check_lazy,
     check_other_engines,
+    check_own_state,
     check_storages,
     check_values,
     is_in_parts,
@@ -337,7 +337,7 @@ def _check_model(
         check_values(module)
     check_lazy(module)
     check_other_engines(module)
-    check_extra_state(module)
+    check_own_state(module)
     facts = facts_of(module)
     if module in context.models:
         raise ValueError(

@@ -44,12 +44,12 @@ def refuse_unknown(call: str, given: Iterable[str], legal: Collection[str]) -> N
             raise ValueError(f"{call}: unknown argument {name!r}; legal: {', '.join(legal)}{hint}")
 
 
-def whole(name: str, value: Any, legal: str) -> int:
-    """`value` as a whole number from 1 on. Raises ValueError for another, which names `legal`."""
+def whole(name: str, value: Any, legal: str, *, least: int = 1) -> int:
+    """`value` as a whole number from `least` on. Raises ValueError for another, which names `legal`."""
     try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        number = 0
-    if number < 1:
+        number = least - 1
+    if number < least:
         raise ValueError(f"{name}: {value!r}; legal: {legal}")
     return number

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,7 +23,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from colossal_lite.checkpoint.files import folder_given
-from colossal_lite.checkpoint.manifest import Change, CheckpointError, changes
+from colossal_lite.checkpoint.manifest import EXTRA, Change, CheckpointError, ExtraError, changes, plain
 from colossal_lite.checkpoint.owner import FolderClaims
 from colossal_lite.checkpoint.run_state import Loaded
 from colossal_lite.checks.batch_sizes import refuse_sizes
@@ -80,7 +79,7 @@ class Run:
         self.directory = folder_given("cl.Run", directory)
         self.checkpoints = self.directory / "checkpoints"
         self._save_every = save_every
-        self._extra = {"facts": dict(facts or {})}  # for manifests
+        self._extra: dict[str, Any] = {"facts": facts or {}}  # for manifests
         self._loader: Loader | None = None
         self._result: StepResult | None = None
         self._stopped: Stopped | None = None
@@ -301,12 +300,12 @@ class Run:
         arguments."""
         fault = ""
         try:
-            json.dumps(self._extra)
+            self._extra = {"facts": plain(self._extra["facts"])}
             self.directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.directory):
                 pass
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"facts: {error}; legal: a dict of values that JSON has") from error
+        except ExtraError as error:
+            raise ValueError(f"facts: {str(error).removeprefix(EXTRA)}") from error
         except OSError as error:
             fault = f"{self.directory}: {error.strerror}"
         told = self.context.mesh.world.gather_json([fault, self._extra["facts"], arguments])

@@ -88,3 +88,45 @@ def test_state_beside_parameters_and_buffers_is_refused_by_name(as_tensor: bool)
     """A tensor of get_extra_state once was saved and not loaded: a resumed run counted from 0."""
     (text,) = run_world(refused_model, 1, as_tensor)
     assert text.startswith("model: 0 (Counting) has get_extra_state") and "register_buffer" in text
+
+
+def test_a_conjugate_view_comes_back(tmp_path: Path) -> None:
+    """A save once ended in an error of torch."""
+    with cl.launch(dict(precision="fp32"), rank=0, world_size=1) as context:
+        model = nn.Linear(4, 6)
+        model.register_buffer("turns", torch.tensor([1 + 2j, 3j]).conj())
+        engine = cl.initialize(model, context=context)
+        engine.save(tmp_path)
+        model.turns.zero_()
+        engine.load(tmp_path)
+        assert torch.equal(model.turns.resolve_conj(), torch.tensor([1 - 2j, -3j]))
+
+
+def test_a_buffer_of_nine_dimensions_is_refused_by_name(tmp_path: Path) -> None:
+    """Rank 0 once raised an error of a library, and other ranks waited for it."""
+    with cl.launch(dict(precision="fp32"), rank=0, world_size=1) as context:
+        model = nn.Linear(4, 6)
+        model.register_buffer("deep", torch.ones([1] * 9))
+        engine = cl.initialize(model, context=context)
+        with pytest.raises(ValueError, match="model/deep has 9 dimensions, and a checkpoint holds at most 8"):
+            engine.save(tmp_path)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_sparse_buffer_is_refused_by_name_and_an_attribute_is_not(persistent: bool) -> None:
+    """It once ended in an error of torch, from inside."""
+    table = torch.eye(4).to_sparse()
+
+    class Graph(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward((self.table @ x.t()).t())
+
+    with cl.launch(dict(precision="fp32"), rank=0, world_size=1) as context:
+        model = Graph(4, 6)
+        model.register_buffer("table", table, persistent=persistent)
+        with pytest.raises(ValueError, match="the buffer table is torch.sparse_coo.*Legal: .*attribute"):
+            cl.initialize(model, context=context, criterion=nn.functional.cross_entropy)
+        model = Graph(4, 6)
+        model.table = table
+        engine = cl.initialize(model, context=context, criterion=nn.functional.cross_entropy)
+        assert engine.train_step((torch.ones(2, 4), torch.arange(2))).step == 1

@@ -383,7 +383,7 @@ def refused(env: RankEnv, folder: str, how: str) -> str:
         ),
         ("every differs", "save_every: 3 on rank 1, 2 on rank 0; legal: the same on every rank"),
         ("fresh differs", "fresh: True on rank 1, False on rank 0; legal: the same on every rank"),
-        ("facts", "facts: Object of type GPTConfig is not JSON serializable; legal: a dict of values"),
+        ("facts", "facts: 'model': Object of type GPTConfig is not JSON serializable; legal: a dict of"),
         ("one rank", "directory: rank 0 cannot write to /sys/kernel/run: "),
         ("log", "log: mlflow; legal: tensorboard, wandb"),
         (

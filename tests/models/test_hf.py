@@ -418,3 +418,49 @@ def test_a_damaged_checkpoint_alone_is_no_export(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
         export(tmp_path / "run", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_setting_that_is_infinite_is_exported(tmp_path: Path, auto: Any) -> None:
+    """It once was null in config.json, and `from_pretrained` and the export refused it."""
+    theirs = importlib.import_module("transformers")
+    config = theirs.Mamba2Config(
+        hidden_size=16, num_hidden_layers=1, num_heads=4, head_dim=8, state_size=4, vocab_size=32, expand=2,
+        n_groups=1, chunk_size=4,
+    )  # fmt: skip
+    model = theirs.Mamba2ForCausalLM(config).eval()
+    saved(tmp_path / "run", model, facts=config.to_dict() | {"architectures": ["Mamba2ForCausalLM"]})
+    export(tmp_path / "run", tmp_path / "hf")
+    again = auto.from_pretrained(tmp_path / "hf").eval()
+    assert tuple(again.config.time_step_limit) == (0.0, float("inf"))
+    with torch.no_grad():
+        assert torch.equal(again(IDS[:, :8] % 32).logits, model(IDS[:, :8] % 32).logits)
+
+
+def test_a_configuration_with_21843_labels_is_saved(tmp_path: Path) -> None:
+    """A run of a model of ImageNet-22k could once not be saved: its configuration had too many items."""
+    labels = {str(i): f"a label as long as those of ImageNet, {i}" for i in range(21843)}
+    facts = {"model_type": "vit", "id2label": labels, "label2id": {v: int(k) for k, v in labels.items()}}
+    path = saved(tmp_path, torch.nn.Linear(4, 6), facts=facts)
+    assert inspect(path).model == facts
+
+
+def test_counts_keep_their_values_in_an_export_of_a_narrow_format(tmp_path: Path) -> None:
+    """All tensors were once rounded: a BatchNorm that had seen 1,001 batches had seen 1,000."""
+    theirs = importlib.import_module("transformers")
+    config = theirs.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], num_labels=2)
+    model = theirs.ResNetForImageClassification(config)
+    facts = config.to_dict() | {"architectures": ["ResNetForImageClassification"]}
+    held = [
+        HeldTensor(f"model/{name}", ShardSpec(name, dims_of(value.shape)), value)
+        for name, value in model.state_dict().items()
+    ]
+    for name, value in model.named_buffers():
+        if name.endswith("num_batches_tracked"):
+            value.fill_(1001)
+    disk = Checkpointer(MeshLayout.build(), 0, LocalStore(), keep=3, timeout_s=5, heard=str)
+    disk.save(
+        tmp_path / "run", held, RunFacts(3, 0, 0, {"seed": 0}, facts, {}, {}), asynchronous=False
+    ).wait()
+    export(tmp_path / "run", tmp_path / "hf", "bf16")
+    again = theirs.ResNetForImageClassification.from_pretrained(tmp_path / "hf")
+    assert {int(v) for n, v in again.named_buffers() if n.endswith("num_batches_tracked")} == {1001}
