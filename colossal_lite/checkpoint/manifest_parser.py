@@ -14,14 +14,16 @@ from typing import TypeVar
 
 LIMIT_FACTS = 1 << 22
 """bytes of each member but `tensors` and `updates`"""
-LIMIT_ITEMS, LIMIT_DEPTH = 1 << 17, 64
-"""a configuration of Hugging Face with 21,843 labels has 65,600 items and 2 MB"""
+LIMIT_ITEMS, LIMIT_TEXTS, LIMIT_DEPTH = 1 << 15, 1 << 17, 64
+"""of one member: lists, dicts and names; texts; depth. More names are read where they are long ones"""
+BYTES_A_FACT = 16
+"""for each name in a member with more than LIMIT_ITEMS: 21,843 labels of a model have 43,686, of 20 bytes or more"""
 BYTES_A_NAME = 24
 """of the whole text, for each name in `updates` and `tensors`, which take a dict entry"""
 _TEXT = rb'"[^"\\]*(?:\\.[^"\\]*)*"'
 _NAME = re.compile(rb"\s*(" + _TEXT + rb")\s*:\s*", re.DOTALL)
 _NEXT, _CLOSE = re.compile(rb"\s*,\s*"), re.compile(rb"\s*\}\s*")
-_TOKEN = re.compile(rb"[\[\]{}]|" + _TEXT, re.DOTALL)
+_TOKEN = re.compile(rb"[\[\]{}]|" + _TEXT + rb"(\s*:)?", re.DOTALL)
 _SCALAR = re.compile(_TEXT + rb'|[^\s,\[\]{}"]{1,400}', re.DOTALL)
 _COUNT = re.compile(rb"\d{1,15}")
 _HEAD = re.compile(
@@ -102,15 +104,20 @@ class _Text:
 
     def value(self, name: str) -> bytes:
         """The bytes of any value."""
-        start, depth, items = self.at, 0, 0
+        start, depth, items, texts = self.at, 0, 0, 0
         stop = min(self.end, start + LIMIT_FACTS)
         if self.data[start : start + 1] not in (b"[", b"{"):
             return self.take(_SCALAR, name)[0]
         for token in _TOKEN.finditer(self.data, start, stop):
-            items += 1
-            depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(token[0], 0)
-            if items > LIMIT_ITEMS or depth > LIMIT_DEPTH:
-                raise ValueError(f"{name[:100]}: {LIMIT_ITEMS} items and a depth of {LIMIT_DEPTH} at most")
+            change = {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(token[0], 0)
+            texts, depth = texts + (not change), depth + change
+            items += bool(change or token[1])
+            most = max(LIMIT_ITEMS, (token.end() - start) // BYTES_A_FACT)
+            if items > most or texts > LIMIT_TEXTS or depth > LIMIT_DEPTH:
+                raise ValueError(
+                    f"{name[:100]}: {most} names, lists and dicts, {LIMIT_TEXTS} texts and a depth of {LIMIT_DEPTH} "
+                    f"at most"
+                )
             if depth == 0:
                 self.at = token.end()
                 return self.data[start : self.at]
