@@ -64,7 +64,7 @@ from colossal_lite.checkpoint.manifest import (
     unexpected,
     writes,
 )
-from colossal_lite.checkpoint.owner import FolderClaims, FolderOwnedError
+from colossal_lite.checkpoint.owner import OWNER, FolderClaims, FolderOwnedError
 from colossal_lite.checkpoint.rendezvous import Heartbeat, SaveRendezvous, shared
 from colossal_lite.checkpoint.run_state import HeldTensor, Loaded, RunFacts
 from colossal_lite.checkpoint.writer import LineOfDescent, SaveJob
@@ -297,7 +297,8 @@ class Checkpointer:
             choice = meeting.hear("choose")
             if choice["refused"]:
                 raise FolderOwnedError(
-                    f"resume: {choice['refused']}; legal: a folder of checkpoints that no running process owns"
+                    f"resume: {choice['refused']}; legal: a folder that no running process owns, or "
+                    f"a copy without its {OWNER}"
                 )
             skipped = choice["skipped"]
             if choice["name"] is None:

@@ -17,7 +17,7 @@ LIMIT_FACTS = 1 << 22
 LIMIT_ITEMS, LIMIT_TEXTS, LIMIT_DEPTH = 1 << 15, 1 << 17, 64
 """of one member: lists, dicts and names; texts; depth. More names are read where they are long ones"""
 BYTES_A_FACT = 16
-"""for each name in a member with more than LIMIT_ITEMS: 21,843 labels of a model have 43,686, of 20 bytes or more"""
+"""for each name of a longer member; 21,843 labels of a model are 43,686 names of 20 bytes"""
 BYTES_A_NAME = 24
 """of the whole text, for each name in `updates` and `tensors`, which take a dict entry"""
 _TEXT = rb'"[^"\\]*(?:\\.[^"\\]*)*"'

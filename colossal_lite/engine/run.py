@@ -316,7 +316,8 @@ class Run:
                 )
             first = told[0][1]
             for name in sorted({*first, *facts}):
-                if facts.get(name) != first.get(name):
+                theirs, mine = first.get(name), facts.get(name)
+                if mine != theirs and repr(mine) != repr(theirs):  # nan is not equal to itself
                     found = f"{facts.get(name)} on rank {rank}, {first.get(name)} on rank 0"
                     raise ValueError(f"facts: {name} is {found}; legal: the same on every rank")
             for name, value in told[0][2].items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,6 +138,18 @@ def test_a_living_owner_is_refused_by_name_on_every_rank(tmp_path: Path) -> None
             assert f"{tmp_path} belongs to run {run}, process {holder.pid} on " in text
             assert "which is running" in text
     assert listed(tmp_path) == []
+
+
+def test_a_copy_of_a_living_folder_is_refused_with_what_to_do_and_resumes_then(tmp_path: Path) -> None:
+    with holders(1, [tmp_path / "own"]) as (holder,):
+        said(holder, 1)
+        copy = Path(shutil.copytree(tmp_path / "own", tmp_path / "copy"))
+        for text in run_world(resumes, 2, str(copy)):
+            assert "or a copy without its owner.json" in text
+        (copy / OWNER).unlink()
+        claims = FolderClaims()
+        assert claims.claim(copy) == ""
+        claims.close()
 
 
 def goes_on(env: RankEnv, folder: str) -> list[str]:

@@ -4,6 +4,7 @@ by hand."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -507,3 +508,10 @@ def test_fresh_sets_earlier_checkpoints_aside(tmp_path: Path, capsys: pytest.Cap
     assert f"fresh: earlier checkpoints are in {tmp_path}/checkpoints.1" in capsys.readouterr().out
     assert inspect(listed(tmp_path / "checkpoints.1")[0]).step == 3
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_facts_that_are_no_number_are_the_same_on_every_rank(tmp_path: Path) -> None:
+    """They once were refused on one rank: "x is nan on rank 0, nan on rank 0"."""
+    with cl.launch(CONFIG, rank=0, world_size=1) as context:
+        cl.Run(tmp_path, engine_in(context), facts={"x": float("nan")}).save()
+    assert math.isnan(inspect(listed(tmp_path / "checkpoints")[0]).extra["facts"]["x"])
