@@ -22,6 +22,8 @@ from colossal_lite.memory.transfers import to_device, to_host
 FEW = 4
 """Samples that all ranks get, at the most."""
 CPU = torch.device("cpu")
+ROWS = 37
+"""Words of a copy: few, and a number that few numbers of ranks divide, so that padding is in it."""
 
 
 def words(samples: int, tokens: int, vocabulary: int, padding: Sequence[int], seed: int = 1) -> Batch:
@@ -74,8 +76,8 @@ def labels_samples(example: Batch) -> bool:
     return not example.inputs.is_floating_point() and example.labels.shape != example.inputs.shape
 
 
-def samples_of(example: Batch, count: int, rows: int, device: torch.device = CPU) -> Batch:
-    """So many samples of it: numbers in float64, and ids that tables of `rows` have."""
+def samples_of(example: Batch, count: int, device: torch.device = CPU) -> Batch:
+    """So many samples of it: numbers in float64, ids that tables of `ROWS` rows have, and labels that all count."""
     number = torch.arange(count, device=device)
 
     def drawn(x: Tensor) -> Tensor:
@@ -83,9 +85,21 @@ def samples_of(example: Batch, count: int, rows: int, device: torch.device = CPU
         if some.is_floating_point():
             larger = 1 + number.div(len(x), rounding_mode="floor") / 8
             return some.double() * larger.view(-1, *[1] * (some.dim() - 1))
-        return some if some.dtype == torch.bool else some.remainder(rows)
+        return some if some.dtype == torch.bool else torch.where(some < 0, some, some.remainder(ROWS))
 
-    return replace(_mapped(example, drawn), samples=number)
+    made = _mapped(example, drawn)
+    return replace(made, labels=_all_valid(made.labels), samples=number)
+
+
+def _all_valid(labels: Tensor) -> Tensor:
+    """Labels with others of them in the place of ignored ones, which proofs set by themselves."""
+    ignored = labels < 0
+    if labels.is_floating_point() or not ignored.any():
+        return labels
+    others = labels[~ignored] if not ignored.all() else labels.new_zeros(1)
+    filled = labels.clone()
+    filled[ignored] = others[torch.arange(int(ignored.sum()), device=labels.device) % len(others)]
+    return filled
 
 
 def _mapped(batch: Batch, each: Callable[[Tensor], Tensor]) -> Batch:

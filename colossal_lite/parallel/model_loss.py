@@ -30,7 +30,6 @@ from colossal_lite.parallel.copy_batches import is_more_than_words, labels_sampl
 from colossal_lite.parallel.small_copy import (
     NoCopyError,
     few_ids,
-    few_rows,
     set_back,
     small_copy,
     table_roles,
@@ -190,12 +189,12 @@ class _Trial:
         self.model, self.name, self.mode = model.eval(), name, ""
         ids = few_ids(model, 3)
         words = Batch((ids,), {}, labels=ids.roll(1, 1), samples=torch.arange(3))
-        self.batch = words if example is None else samples_of(example, 3, few_rows(model))
+        self.batch = words if example is None else samples_of(example, 3)
         self.labels = self.batch.labels
         self.what = f"criterion='model': the loss of {type(model).__name__}"
         if example is not None and len(self.labels.unique()) == 1:
             raise ModelLossError(
-                f"example: all labels of its first samples are {self.labels.flatten()[0].item()}, and a proof asks for "
+                f"example: all labels of its first samples are {example.labels.max().item()}, and a proof asks for "
                 f"other losses. Legal: samples with several labels"
             )
 

@@ -27,14 +27,12 @@ from torch import Tensor, nn
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.layers.roles import Role
-from colossal_lite.parallel.copy_batches import samples_of, words
+from colossal_lite.parallel.copy_batches import ROWS, samples_of, words
 from colossal_lite.parallel.narrowing import Narrowing
 from colossal_lite.transforms.activation_checkpoint import blocks_of
 from colossal_lite.transforms.module_modes import hold_evaluation
 
 Model = TypeVar("Model", bound=nn.Module)
-ROWS = 37
-"""Words of the copy: few, and a number that few numbers of ranks divide, so that padding is in it."""
 POSITIONS, TOKENS = 64, 8
 MOST_TOKENS = 128
 LIMIT_BYTES = 256 << 20
@@ -68,7 +66,7 @@ class SmallCopy:
         """Random words with every padding word among them, and random labels; or samples of the example. `tokens`: of
         each sequence, if the model takes any."""
         if self.example is not None:
-            return samples_of(self.example, samples, few_rows(self.model))
+            return samples_of(self.example, samples)
         return words(samples, self.tokens or tokens, self.words, self.padding)
 
 

@@ -37,7 +37,6 @@ from colossal_lite.parallel.small_copy import (
     LIMIT_BYTES,
     NoCopyError,
     few_ids,
-    few_rows,
     few_tokens,
     on_meta_copy,
     own_lengths,
@@ -159,7 +158,7 @@ class TracedCopy:
                 ids = few_ids(self.model, tokens=self.tokens)
                 batch = Batch((ids,), {}, labels=ids, samples=ids[:, 0])
             else:
-                batch = samples_of(self.example.with_one_row(), 2, few_rows(self.model), device)
+                batch = samples_of(self.example.with_one_row(), 2, device)
             batch = batch if self.loss is None else self.loss.asked(batch)
             with generators_kept(), device, Plainly():
                 yield batch

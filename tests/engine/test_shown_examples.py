@@ -181,7 +181,7 @@ def test_an_own_loss_is_proven_on_samples_with_one_label_each() -> None:
 
 
 def test_samples_of_an_example_are_repeated_with_other_numbers() -> None:
-    some = samples_of(example(torch.tensor([1, 40])), 5, rows=37)
+    some = samples_of(example(torch.tensor([1, 40])), 5)
     assert some.labels.tolist() == [1, 3, 1, 3, 1] and some.args[0].dtype == torch.float64
     assert len(some.args[0].unique(dim=0)) == 5 and some.samples.tolist() == [*range(5)]
 
@@ -383,3 +383,36 @@ def test_an_example_of_samples_is_taken_before_words_on_which_a_loss_runs_too() 
     assert not model_loss(Scored()).is_shown
     assert model_loss(Scored(), Batch((ids,), {}, numbers, torch.arange(3))).is_shown
     assert not model_loss(Scored(), Batch((ids,), {}, ids, torch.arange(3))).is_shown
+
+
+class Tagged(nn.Module):
+    """Ids [B, T] and a table of two types to three classes, of each token or of each sample, as labels are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.types, self.tags = nn.Embedding(50, 8), nn.Embedding(2, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor, types: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.tags(torch.tanh(self.table(ids) + self.types(types)))
+        if labels is None:
+            return logits
+        logits = logits if labels.dim() > 1 else logits.mean(1)
+        return dict(loss=F.cross_entropy(logits.flatten(0, -2), labels.flatten()), logits=logits)
+
+
+def tagged(labels: Tensor) -> Batch:
+    ids = torch.randint(50, (len(labels), 4), generator=torch.Generator().manual_seed(0))
+    return Batch((ids,), dict(types=ids % 2), labels, torch.arange(len(labels)))
+
+
+def test_classes_of_an_example_are_kept_beside_a_table_of_fewer_rows() -> None:
+    assert model_loss(Tagged(), tagged(torch.tensor([0, 2, 2, 0]))).ignored == -100
+
+
+def test_an_example_may_have_labels_that_are_ignored() -> None:
+    tags = torch.tensor([[-100, 0, 1, -100], [-100, 2, 2, 1], [-100, 0, -100, -100]])
+    assert model_loss(Tagged(), tagged(tags)).ignored == -100
+    some = samples_of(tagged(tags), 3)
+    assert some.labels.tolist() == [[0, 0, 1, 1], [2, 2, 2, 1], [2, 0, 1, 0]]
+    with pytest.raises(ModelLossError, match="all labels of its first samples are -100"):
+        model_loss(Tagged(), tagged(torch.full((3, 4), -100)))
