@@ -43,7 +43,9 @@ Reads = list[tuple[Tensor, Tensor]]
 def chooses_between_rows(loss: Tensor, nodes: Sequence[Any], outputs: Sequence[GradientEdge]) -> bool:
     """Whether one of these `nodes` of a loss chooses between rows of `outputs`, which have a row for each sample. One
     that cannot be looked at does not count."""
-    found = [node for node in dict.fromkeys(nodes) if _stem(node) in HINGES | CHOICES | DISTANCES]
+    quantiles = _quantiles(nodes)
+    looked_at = HINGES | CHOICES | DISTANCES
+    found = [node for node in dict.fromkeys(nodes) if _stem(node) in looked_at or node in quantiles]
     if not found:
         return False
     arrived = _arrivals(loss, found, outputs)
@@ -57,6 +59,12 @@ def chooses_between_rows(loss: Tensor, nodes: Sequence[Any], outputs: Sequence[G
 def _stem(node: Any) -> str:
     stem: str = node.name().rstrip("0123456789").removesuffix("Backward")
     return stem
+
+
+def _quantiles(nodes: Sequence[Any]) -> set[Any]:
+    """The two gathers of each `torch.quantile`, of which it takes a mean. From torch 2.14 on there is no sort below."""
+    ends = ([n for n, _ in node.next_functions if n is not None] for node in nodes if _stem(node) == "Lerp")
+    return {n for some in ends if all(_stem(n) == "Gather" for n in some) for n in some}
 
 
 def _arrivals(loss: Tensor, nodes: Sequence[Any], outputs: Sequence[GradientEdge]) -> dict[Any, Tensor]:
@@ -158,7 +166,7 @@ def _meets(node: Any, there: Tensor, reads: Reads) -> bool:
             (a, b), (c, d) = ([x.any(-1) for x in some] for some in (even, odd))
             both = (a[..., None] | b[..., None, :]) & (c[..., None] | d[..., None, :])
             return bool((both & there).any())
-        case stem if stem in CHOICES:
+        case stem if stem in CHOICES or stem == "Gather":
             return _meets_along(node, there, even[0], odd[0])
     return bool((_union(even) & _union(odd) & there).any())
 
