@@ -296,10 +296,8 @@ class Checkpointer:
                 meeting.say("choose", self._choose(directory, paths, skipped, tried) | {"refused": refused})
             choice = meeting.hear("choose")
             if choice["refused"]:
-                raise FolderOwnedError(
-                    f"resume: {choice['refused']}; legal: a folder that no running process owns, or "
-                    f"a copy without its {OWNER}"
-                )
+                legal = f"a folder that no running process owns, or a copy without its {OWNER}"
+                raise FolderOwnedError(f"resume: {choice['refused']}; legal: {legal}")
             skipped = choice["skipped"]
             if choice["name"] is None:
                 if missing_ok and not skipped:

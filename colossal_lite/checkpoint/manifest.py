@@ -152,20 +152,21 @@ PLAIN = (
 
 
 def plain(extra: Any) -> dict[str, Any]:
-    """A copy of `extra`, as a manifest holds it. Raises ExtraError for what it cannot hold, or would give changed."""
+    """A copy of `extra`, as a manifest holds it. Tuples are lists in it. Raises ExtraError for what it
+    cannot hold, and for keys that would come back as texts."""
     if not isinstance(extra, Mapping):
         raise ExtraError(f"{EXTRA}{type(extra).__name__}; {PLAIN}")
     copied = dict[str, Any]()
     for key, value in extra.items():
         try:
             text = json.dumps(value, ensure_ascii=False)
-            text.encode()
+            f"{key}{text}".encode()
             _refuse_keys({key: value})
         except (TypeError, ValueError, RecursionError) as error:
             raise ExtraError(f"{EXTRA}{key!r}: {error}; {PLAIN}") from error
         copied[key] = json.loads(text)
     try:
-        bounded(json.dumps(copied, ensure_ascii=False).encode(), "extra")
+        bounded(json.dumps(copied, ensure_ascii=False, separators=(",", ":")).encode(), "extra")
     except ValueError as error:
         raise ExtraError(f"{error}; {PLAIN}") from error
     return copied

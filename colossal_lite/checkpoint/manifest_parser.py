@@ -2,7 +2,7 @@
 
 Note: a hostile item of a few bytes takes over 60 as an object, and 250 in a parser of whole texts.  So tensors and
 slices are parsed one by one, each of a bounded length.  An item of another shape is refused before it is built.  The
-other members are bounded in length, lists and depth.  They are parsed whole: at most 4 MiB takes 24 times as much.
+other members are bounded in length, lists and depth.  They are parsed whole: at most 4 MiB takes 40 times as much.
 """
 
 from __future__ import annotations

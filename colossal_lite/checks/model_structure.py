@@ -209,12 +209,17 @@ def check_other_engines(module: nn.Module) -> None:
 
 
 def check_own_state(module: nn.Module) -> None:
-    """Raises ValueError for state of a module that no checkpoint holds: of get_extra_state, and sparse buffers."""
+    """Raises ValueError for state of a module that no checkpoint holds: of get_extra_state, sparse buffers, views."""
     for name, buffer in module.named_buffers():
         if buffer.layout is not torch.strided:
             raise ValueError(
                 f"model: the buffer {name} is {buffer.layout}, and copies, comparisons and checkpoints are of dense "
                 f"ones. Legal: dense buffers of its indices and values, or a plain attribute if it never changes"
+            )
+        if buffer.is_conj() or buffer.is_neg():
+            raise ValueError(
+                f"model: the buffer {name} is a conjugate or negative view, whose values no checkpoint holds. Legal: "
+                f"x.resolve_conj().resolve_neg() of it"
             )
     for name, owner in module.named_modules():
         if type(owner).get_extra_state is not nn.Module.get_extra_state:

@@ -62,7 +62,7 @@ def _stem(node: Any) -> str:
 
 
 def _quantiles(nodes: Sequence[Any]) -> set[Any]:
-    """The two gathers of each `torch.quantile`, of which it takes a mean. From torch 2.14 on there is no sort below."""
+    """The two gathers between which each `torch.quantile` interpolates. From torch 2.14 on there is no sort below."""
     ends = ([n for n, _ in node.next_functions if n is not None] for node in nodes if _stem(node) == "Lerp")
     return {n for some in ends if all(_stem(n) == "Gather" for n in some) for n in some}
 

@@ -26,7 +26,7 @@ def fingerprint(tensors: Mapping[str, Tensor], salt: str = "") -> Tensor:
 
 def _of_one(name: str, tensor: Tensor) -> Tensor:
     """A 0-d int64 from the elements of `tensor` and their places."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     form = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     words = real.contiguous().view(-1).view(_WORDS[real.element_size()]).to(torch.int64)

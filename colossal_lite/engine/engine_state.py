@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from colossal_lite.checkpoint.checkpointer import Checkpointer, Saving
-from colossal_lite.checkpoint.manifest import CheckpointError
+from colossal_lite.checkpoint.manifest import CheckpointError, ExtraError, plain
 from colossal_lite.checkpoint.run_state import Loaded, RunFacts
 from colossal_lite.checks.model_structure import ModelStructure
 from colossal_lite.checks.rank_comparison import RankComparison
@@ -131,7 +131,8 @@ class EngineState:
         self.checkpoints.settle()
         self._end_after_failures()
         extra = {} if extra is None else extra
-        self.stop_point = self.stop_point.after(directory, extra)
+        with suppress(ExtraError):  # which the save below raises on every rank
+            self.stop_point = self.stop_point.after(directory, plain(extra))
         if samples is not None:
             self._step.samples_before = _samples_given(samples)
         try:

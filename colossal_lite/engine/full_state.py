@@ -140,8 +140,6 @@ class FullState:
                 seen.add(name)
                 if not value.is_contiguous():
                     value.data = value.data.contiguous()
-                if value.is_conj():
-                    value.data = value.data.resolve_conj()
                 if value.is_complex():  # no format of safetensors: pairs of numbers in the last axis
                     value = torch.view_as_real(value)
                 spec = self._specs.get(name) or ShardSpec(name, dims_of(value.shape))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -79,7 +80,7 @@ class Run:
         self.directory = folder_given("cl.Run", directory)
         self.checkpoints = self.directory / "checkpoints"
         self._save_every = save_every
-        self._extra: dict[str, Any] = {"facts": facts or {}}  # for manifests
+        self._extra: dict[str, Any] = {"facts": dict(facts or {})}  # for manifests
         self._loader: Loader | None = None
         self._result: StepResult | None = None
         self._stopped: Stopped | None = None
@@ -316,8 +317,8 @@ class Run:
                 )
             first = told[0][1]
             for name in sorted({*first, *facts}):
-                theirs, mine = first.get(name), facts.get(name)
-                if mine != theirs and repr(mine) != repr(theirs):  # nan is not equal to itself
+                theirs, mine = (json.dumps(some.get(name), sort_keys=True) for some in (first, facts))
+                if mine != theirs:  # as texts, because nan is not equal to itself
                     found = f"{facts.get(name)} on rank {rank}, {first.get(name)} on rank 0"
                     raise ValueError(f"facts: {name} is {found}; legal: the same on every rank")
             for name, value in told[0][2].items():

@@ -76,25 +76,33 @@ def labels_samples(example: Batch) -> bool:
     return not example.inputs.is_floating_point() and example.labels.shape != example.inputs.shape
 
 
-def samples_of(example: Batch, count: int, device: torch.device = CPU) -> Batch:
-    """So many samples of it: numbers in float64, ids that tables of `ROWS` rows have, and labels that all count."""
+def samples_of(example: Batch, count: int, device: torch.device = CPU, *, cut_rows: int = 0) -> Batch:
+    """So many samples of it: numbers in float64, ids that tables of `ROWS` rows have, and labels that all count.
+    `cut_rows`: classes of a head that has `ROWS` in the copy. Other labels stay as they are."""
     number = torch.arange(count, device=device)
 
+    def taken(x: Tensor) -> Tensor:
+        return to_device(x, device)[number % len(x)]
+
     def drawn(x: Tensor) -> Tensor:
-        some = to_device(x, device)[number % len(x)]
+        some = taken(x)
         if some.is_floating_point():
             larger = 1 + number.div(len(x), rounding_mode="floor") / 8
             return some.double() * larger.view(-1, *[1] * (some.dim() - 1))
-        return some if some.dtype == torch.bool else torch.where(some < 0, some, some.remainder(ROWS))
+        return some if some.dtype == torch.bool else some.remainder(ROWS)
 
     made = _mapped(example, drawn)
-    return replace(made, labels=_all_valid(made.labels), samples=number)
+    if made.labels.is_floating_point() or made.labels.dtype == torch.bool:
+        return replace(made, samples=number)
+    labels = taken(example.labels)
+    labels = torch.where((labels >= 0) & (labels < cut_rows), labels % ROWS, labels)
+    return replace(made, labels=_all_valid(labels), samples=number)
 
 
 def _all_valid(labels: Tensor) -> Tensor:
     """Labels with others of them in the place of ignored ones, which proofs set by themselves."""
     ignored = labels < 0
-    if labels.is_floating_point() or not ignored.any():
+    if labels.is_meta or not ignored.any():
         return labels
     others = labels[~ignored] if not ignored.all() else labels.new_zeros(1)
     filled = labels.clone()

@@ -26,9 +26,10 @@ from colossal_lite.layers.roles import Role
 from colossal_lite.layers.tensor_modes import TensorStrategy
 from colossal_lite.numerics.generators import generators_kept
 from colossal_lite.numerics.proof_modes import TOLERANCE, Plainly
-from colossal_lite.parallel.copy_batches import is_more_than_words, labels_samples, samples_of
+from colossal_lite.parallel.copy_batches import is_more_than_words, labels_samples
 from colossal_lite.parallel.small_copy import (
     NoCopyError,
+    SmallCopy,
     few_ids,
     set_back,
     small_copy,
@@ -112,7 +113,7 @@ def model_loss(model: nn.Module, example: Batch | None = None) -> ModelLoss:
     for batch, (roles, keeps_all) in product(shown, copies):
         try:
             small = small_copy(model, roles, None, LIMIT_BYTES, keeps_all=keeps_all)
-            made = _Trial(small.model, name, batch)
+            made = _Trial(small, name, batch)
             with generators_kept():
                 if kept := made.kept():
                     for owner in (model, made.model):
@@ -185,11 +186,12 @@ def gather_logits(
 class _Trial:
     """A small copy with three samples, of ids or of an example."""
 
-    def __init__(self, model: nn.Module, name: str, example: Batch | None) -> None:
+    def __init__(self, small: SmallCopy, name: str, example: Batch | None) -> None:
+        model = small.model
         self.model, self.name, self.mode = model.eval(), name, ""
         ids = few_ids(model, 3)
         words = Batch((ids,), {}, labels=ids.roll(1, 1), samples=torch.arange(3))
-        self.batch = words if example is None else samples_of(example, 3)
+        self.batch = words if example is None else small.samples_of(example, 3)
         self.labels = self.batch.labels
         self.what = f"criterion='model': the loss of {type(model).__name__}"
         if example is not None and len(self.labels.unique()) == 1:

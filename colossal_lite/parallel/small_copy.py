@@ -17,7 +17,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CellType, FunctionType, ModuleType
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from colossal_lite.data.batch import Batch
 from colossal_lite.layers.roles import Role
-from colossal_lite.parallel.copy_batches import ROWS, samples_of, words
+from colossal_lite.parallel.copy_batches import ROWS, labels_samples, samples_of, words
 from colossal_lite.parallel.narrowing import Narrowing
 from colossal_lite.transforms.activation_checkpoint import blocks_of
 from colossal_lite.transforms.module_modes import hold_evaluation
@@ -57,6 +57,8 @@ class SmallCopy:
     has_all_blocks: bool
     is_as_wide: bool
     """Whether it has the widths of the model."""
+    cut_rows: Mapping[str, int] = field(default_factory=lambda: dict(lm_head=0, embedding=0))
+    """The most rows of the model's heads and tables that have fewer in the copy, by role."""
     tokens: int | None = None
     """Of each sequence, where the model takes no other length; None: any."""
     example: Batch | None = None
@@ -66,8 +68,14 @@ class SmallCopy:
         """Random words with every padding word among them, and random labels; or samples of the example. `tokens`: of
         each sequence, if the model takes any."""
         if self.example is not None:
-            return samples_of(self.example, samples)
+            return self.samples_of(self.example, samples)
         return words(samples, self.tokens or tokens, self.words, self.padding)
+
+    def samples_of(self, example: Batch, count: int) -> Batch:
+        """So many samples of an example, with labels that the copy's head has."""
+        are_words = not (example.inputs.is_floating_point() or labels_samples(example))
+        cut_rows = self.cut_rows["lm_head"] or (self.cut_rows["embedding"] if are_words else 0)
+        return samples_of(example, count, cut_rows=cut_rows)
 
 
 class NoCopyError(ValueError):
@@ -122,7 +130,8 @@ def small_copy(
         narrow.divide_numbers(made)
     words, padding = _resize(made, left, model)
     hold_evaluation(made, model)
-    return SmallCopy(made.eval(), dict(left), words, padding, keeps_all, narrow is None)
+    cut_rows = {kind: _cut_rows(model, left, kind) for kind in ("lm_head", "embedding")}
+    return SmallCopy(made.eval(), dict(left), words, padding, keeps_all, narrow is None, cut_rows=cut_rows)
 
 
 def has_more_blocks(model: nn.Module, roles: Mapping[str, Role]) -> bool:
@@ -398,6 +407,13 @@ def _rows(model: nn.Module, roles: Mapping[str, Role]) -> dict[int, int]:
             for parameter in model.get_submodule(name).parameters(recurse=False):
                 found[id(parameter)] = POSITIONS if role.name == "position" else ROWS
     return found
+
+
+def _cut_rows(model: nn.Module, roles: Mapping[str, Role], kind: str) -> int:
+    """The most rows of a weight with this role, of those that have more than a copy keeps; else 0."""
+    owners = (model.get_submodule(name) for name, role in roles.items() if role.name == kind)
+    counts = (len(p) for owner in owners for p in owner.parameters(recurse=False) if p.dim())
+    return max((count for count in counts if count > ROWS), default=0)
 
 
 def _resize(made: nn.Module, roles: Mapping[str, Role], model: nn.Module) -> tuple[int, tuple[int, ...]]:

@@ -20,6 +20,8 @@ BAD: Mapping[str, tuple[Any, str]] = {
     "first key": ({3: 5}, "extra: 3: the key 3 would come back as a text"),
     "half a character": ({"name": "\ud800"}, "extra: 'name': 'utf-8' codec can't encode"),
     "list": ([1], "extra: list; legal: a dict of texts"),
+    "half a key": ({"\ud800": 1}, "extra: '\\ud800': 'utf-8' codec can't encode"),
+    "many names": ({f"k{i:09}": 1 for i in range(40000)}, "extra: "),
     "long": ({"all": "x" * (1 << 23)}, "extra: 4194304 characters at most"),
 }
 
@@ -83,3 +85,19 @@ def test_samples_that_no_run_has_used_are_refused(samples: Any, tmp_path: Path) 
         engine = cl.initialize(torch.nn.Linear(4, 6), context=context)
         with pytest.raises(ValueError, match="samples: .*; legal: 0 or more samples"):
             engine.save(tmp_path, samples=samples)
+
+
+def stop_point_of(env: RankEnv, folder: str) -> dict[str, Any]:
+    with env.launch(dict(precision="fp32")) as context:
+        engine = cl.initialize(torch.nn.Linear(4, 6), context=context)
+        engine.save(folder, extra={"good": 1})
+        with pytest.raises(ExtraError):
+            engine.save(folder, extra={3: 5}).wait()
+        kept = dict(engine._state.stop_point.extra)
+        engine.save(folder).wait()
+        return kept
+
+
+def test_a_refused_extra_is_not_what_a_stop_saves(tmp_path: Path) -> None:
+    """The save on a stop signal once was refused too."""
+    assert run_world(stop_point_of, 1, str(tmp_path)) == [{"good": 1}]

@@ -90,16 +90,22 @@ def test_state_beside_parameters_and_buffers_is_refused_by_name(as_tensor: bool)
     assert text.startswith("model: 0 (Counting) has get_extra_state") and "register_buffer" in text
 
 
-def test_a_conjugate_view_comes_back(tmp_path: Path) -> None:
-    """A save once ended in an error of torch."""
+def test_a_conjugate_view_is_refused_by_name_and_its_values_come_back(tmp_path: Path) -> None:
+    """A step, or a save, once ended in an error of torch."""
+    turns = torch.tensor([1 + 2j, 3j])
     with cl.launch(dict(precision="fp32"), rank=0, world_size=1) as context:
-        model = nn.Linear(4, 6)
-        model.register_buffer("turns", torch.tensor([1 + 2j, 3j]).conj())
+        for view in (turns.conj(), turns.conj().imag):
+            model = nn.Linear(4, 6)
+            model.register_buffer("turns", view)
+            with pytest.raises(ValueError, match="the buffer turns is a conjugate or negative view"):
+                cl.initialize(model, context=context)
+        model.turns = turns.conj().resolve_conj()
         engine = cl.initialize(model, context=context)
+        engine.train_step((torch.randn(2, 4), torch.tensor([1, 2])))
         engine.save(tmp_path)
         model.turns.zero_()
         engine.load(tmp_path)
-        assert torch.equal(model.turns.resolve_conj(), torch.tensor([1 - 2j, -3j]))
+        assert torch.equal(model.turns, torch.tensor([1 - 2j, -3j]))
 
 
 def test_a_buffer_of_nine_dimensions_is_refused_by_name(tmp_path: Path) -> None:

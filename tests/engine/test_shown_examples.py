@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.data.batch import Batch
+from colossal_lite.layers.roles import Role
 from colossal_lite.parallel.copy_batches import few_of_rank_0, samples_of
 from colossal_lite.parallel.model_loss import ModelLossError, model_loss
+from colossal_lite.parallel.small_copy import small_copy
 from tests.shared.pool import RankEnv, run_world
 
 SAMPLES, CLASSES = 4, 6
@@ -182,7 +184,7 @@ def test_an_own_loss_is_proven_on_samples_with_one_label_each() -> None:
 
 def test_samples_of_an_example_are_repeated_with_other_numbers() -> None:
     some = samples_of(example(torch.tensor([1, 40])), 5)
-    assert some.labels.tolist() == [1, 3, 1, 3, 1] and some.args[0].dtype == torch.float64
+    assert some.labels.tolist() == [1, 40, 1, 40, 1] and some.args[0].dtype == torch.float64
     assert len(some.args[0].unique(dim=0)) == 5 and some.samples.tolist() == [*range(5)]
 
 
@@ -407,6 +409,41 @@ def tagged(labels: Tensor) -> Batch:
 
 def test_classes_of_an_example_are_kept_beside_a_table_of_fewer_rows() -> None:
     assert model_loss(Tagged(), tagged(torch.tensor([0, 2, 2, 0]))).ignored == -100
+
+
+class Segmented(nn.Module):
+    """Features [B, T, 6] to 150 classes of each place; the label 255 is ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 150)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.b(torch.tanh(self.a(x)))
+        if labels is None:
+            return logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=255)
+        return dict(loss=loss, logits=logits)
+
+
+def test_an_example_keeps_an_ignored_label_beyond_the_classes() -> None:
+    """It once was taken for a class, and a mean over fewer labels for one over all."""
+    labels = torch.tensor([[1, 255, 255, 255], [149, 255, 3, 37], [0, 37, 74, 111]])
+    with pytest.raises(ModelLossError, match="is no mean over tokens"):
+        model_loss(Segmented(), Batch((torch.randn(3, 4, 6),), {}, labels, torch.arange(3)))
+    kept = samples_of(Batch((torch.randn(3, 4, 6),), {}, labels, torch.arange(3)), 3).labels
+    assert torch.equal(kept, labels)
+
+
+def test_labels_of_words_are_cut_with_the_head_of_a_copy_and_those_of_classes_are_not() -> None:
+    for classes, cut in ((50, True), (3, False)):
+        model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, classes))
+        small = small_copy(model, {"0": Role("embedding")} | ({"1": Role("lm_head")} if cut else {}))
+        ids = torch.tensor([[1, 40], [2, 49]])
+        some = small.samples_of(Batch((ids,), {}, torch.tensor([0, 45]), torch.arange(2)), 2)
+        assert some.labels.tolist() == [0, 8 if cut else 45] and some.args[0].tolist() == [[1, 3], [2, 12]]
+        words = small.samples_of(Batch((ids,), {}, torch.tensor([[0, 45], [1, 2]]), torch.arange(2)), 2)
+        assert words.labels.tolist() == [[0, 8], [1, 2]]
 
 
 def test_an_example_may_have_labels_that_are_ignored() -> None:

@@ -270,8 +270,8 @@ REFUSED = {
     "foreign": "1 parameters that it was not given",
     "muon": r"blocks.0.norm1.weight \(16,\), \S+ \(16,\), \S+ \(\d+,\) and \d+ more: muon updates matrices only",
     "group": "no trainable parameter has such a name",
-    "lamb, cut": r"token.weight, \S+ and \d+ more: lamb needs whole tensors, and each rank holds a part",
-    "muon, cut": r"token.weight, \S+ and \d+ more: muon needs whole tensors, and each rank holds a part",
+    "lamb, cut": r"token.weight, \S+, \S+ and \d+ more: lamb needs whole tensors, and each rank holds a part",
+    "muon, cut": r"token.weight, \S+, \S+ and \d+ more: muon needs whole tensors, and each rank holds a part",
     "own, cut": r"no tensor axis \(now 2\)",
 }
 

@@ -19,6 +19,31 @@ from tests.shared.pool import RankEnv, run_world
 CLASSES = 5
 
 
+class Written(nn.Module):
+    """Patches that are written into a tensor of zeros, which only a copy without values lets pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.head = nn.Linear(12, D), nn.Linear(D, CLASSES)
+        self.own = nn.Parameter(torch.randn(D))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(len(x), x.shape[1] + 1, D, dtype=x.dtype, device=x.device)
+        h[:, 0], h[:, 1:] = self.own, self.patch(x)
+        for block in self.blocks:
+            h = block(h)
+        given: Tensor = self.head(h[:, 0])
+        return given
+
+
+def test_a_large_model_is_traced_on_an_example_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colossal_lite.pipeline.unit_trace.LIMIT_BYTES", 100)
+    shown = Batch((torch.randn(4, 3, 12),), {}, torch.tensor([1, 2, 3, 4]), torch.arange(4))
+    _, copy = trace_units(Written(), shown)
+    assert not copy.has_values
+
+
 class Pictures(nn.Module):
     """A vision transformer's frame: patches, a token of its own, positions, one output a sample."""
 
