@@ -296,7 +296,7 @@ class Checkpointer:
                 meeting.say("choose", self._choose(directory, paths, skipped, tried) | {"refused": refused})
             choice = meeting.hear("choose")
             if choice["refused"]:
-                legal = f"a folder that no running process owns, or a copy without its {OWNER}"
+                legal = f"a folder of checkpoints that no running process owns, or a copy without its {OWNER}"
                 raise FolderOwnedError(f"resume: {choice['refused']}; legal: {legal}")
             skipped = choice["skipped"]
             if choice["name"] is None:
