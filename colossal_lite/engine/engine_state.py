@@ -131,8 +131,10 @@ class EngineState:
         self.checkpoints.settle()
         self._end_after_failures()
         extra = {} if extra is None else extra
+        kept = self.stop_point.extra
         with suppress(ExtraError):  # which the save below raises on every rank
-            self.stop_point = self.stop_point.after(directory, plain(extra))
+            kept = plain(extra) if self._context.is_main else {}  # as in a save, rank 0's counts
+        self.stop_point = self.stop_point.after(directory, kept)
         if samples is not None:
             self._step.samples_before = _samples_given(samples)
         try:

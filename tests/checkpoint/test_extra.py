@@ -87,17 +87,30 @@ def test_samples_that_no_run_has_used_are_refused(samples: Any, tmp_path: Path) 
             engine.save(tmp_path, samples=samples)
 
 
-def stop_point_of(env: RankEnv, folder: str) -> dict[str, Any]:
-    with env.launch(dict(precision="fp32")) as context:
+def stop_points_of(env: RankEnv, folder: str, on: int) -> tuple[list[str], dict[str, Any]]:
+    """The folders of the stop point after saves, whose `extra` one rank has bad; and the `extra` after the second."""
+    with env.launch(dict(precision="fp32", timeout_s=20)) as context:
+        torch.manual_seed(0)
         engine = cl.initialize(torch.nn.Linear(4, 6), context=context)
-        engine.save(folder, extra={"good": 1})
-        with pytest.raises(ExtraError):
-            engine.save(folder, extra={3: 5}).wait()
-        kept = dict(engine._state.stop_point.extra)
+        bad = {3: 5} if env.rank == on else {}
+        folders, good = [f"{folder}/{name}" for name in "abc"], {"good": 1}
+        points, extras = [], []
+        for where, extra in zip(folders, (bad, good, bad), strict=True):
+            try:
+                engine.save(where, extra=extra).wait()
+            except ExtraError:
+                assert extra is bad and on == 0
+            points.append(str(engine._state.stop_point.directory))
+            extras.append(dict(engine._state.stop_point.extra))
         engine.save(folder).wait()
-        return kept
+        assert points == folders
+        return points, extras[-1]
 
 
-def test_a_refused_extra_is_not_what_a_stop_saves(tmp_path: Path) -> None:
-    """The save on a stop signal once was refused too."""
-    assert run_world(stop_point_of, 1, str(tmp_path)) == [{"good": 1}]
+@pytest.mark.parametrize("on", [0, 1])
+def test_a_refused_extra_is_not_what_a_stop_saves_and_all_ranks_have_one_folder(
+    on: int, tmp_path: Path
+) -> None:
+    """The save on a stop signal once was refused too. Ranks that had another folder would wait for each other."""
+    (_, first), (_, other) = run_world(stop_points_of, 2, str(tmp_path), on)
+    assert first == ({"good": 1} if on == 0 else {}) and other == {}
