@@ -3,7 +3,8 @@
 Note: a loss between samples.
 A contrastive loss of one rank's samples is not that of the whole batch.  So where a batch is divided, steps look at
 the second derivative of their losses.  The gradient at one sample must not depend on another.  A choice among samples,
-such as a maximum, is found in the graph (row_choices.py).  A loss by labels alone shows nothing.
+such as a maximum, is found in the graph (row_choices.py).  Weights, masks and indices of detached numbers are found by
+running the loss again (loss_record.py).  A loss by labels alone shows nothing.
 
 Note: a gradient that is not linear.
 Backward starts from a loss of a part of the samples, or from a multiple of the loss.  So a hook on an output, or an
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
+from colossal_lite.checks.loss_record import LossRecord
 from colossal_lite.checks.row_choices import chooses_between_rows
 from colossal_lite.checks.summed_losses import sums_samples
 from colossal_lite.distributed.autograd_collectives import join
@@ -52,6 +54,7 @@ class AllSamples:
         self._number = f"number of {id(self)}"
         self._step = 1
         self._known = set[int]()  # hashes of the operations of losses that were looked at
+        self.record = LossRecord()
 
     def of(self, x: Tensor) -> Tensor:
         """The rows of all ranks' x [samples, ...], in the order of ranks."""
@@ -64,7 +67,8 @@ class AllSamples:
                 f"many samples on each rank"
             )
         weighed: Tensor = _Weighed.apply(x, lambda: self._weight) if x.requires_grad else x  # type: ignore[no-untyped-call]
-        return join(weighed, self._comm, 0)
+        with self.record.paused():
+            return join(weighed, self._comm, 0)
 
     def note(self, outputs: Sequence[Tensor], rows: int) -> None:
         """Mark those `outputs` of a forward that have a row for each of its samples. Then `fault` finds them. So for
@@ -75,18 +79,30 @@ class AllSamples:
                 node.metadata[self._number] = True
             elif node is not None and len(x) == rows:
                 node.metadata.setdefault(self._key, {})[x.output_nr] = rows
+        if self._comm.size > 1 and self._looks:
+            self.record.begin(outputs, rows)
+
+    @property
+    def _looks(self) -> bool:
+        """Whether this step looks at all losses."""
+        return not self._step & (self._step - 1)
 
     def next_step(self) -> None:
         """Count a step, for `fault`."""
         self._step += 1
 
     def fault(
-        self, loss: Tensor, forwards: Sequence[tuple[int, int]], *, own_loss: bool = True
+        self,
+        loss: Tensor,
+        forwards: Sequence[tuple[int, int]],
+        *,
+        own_loss: bool = True,
+        counted: bool = False,
     ) -> Fault | None:
         """Whether the gradient of `loss` at one row of the outputs depends on other rows, which were not gathered. Or
         whether it is not linear in what backward starts from, or a sum over rows. None in steps that do not look.
         `forwards`: numbers of the nodes that each forward has made. `own_loss`: backward starts from the loss as it
-        is, so on one rank nothing is wrong."""
+        is, so on one rank nothing is wrong. `counted`: it weighs by a count."""
         is_cut = self._comm.size > 1
         if not loss.requires_grad or (own_loss and not is_cut):
             return None
@@ -94,7 +110,7 @@ class AllSamples:
         operations = hash(tuple(node.name() for node in nodes))
         is_known = operations in self._known
         self._known.add(operations)
-        if is_known and self._step & (self._step - 1):
+        if is_known and not self._looks:
             return None
         within, _ = self._front(loss, forwards, enters=True)
         if is_cut and sums_samples(_edge_of(loss), within):
@@ -108,6 +124,8 @@ class AllSamples:
                     return "couples"
             with suppress(RuntimeError, NotImplementedError):  # it has no first one to be looked at
                 if is_cut and outputs and chooses_between_rows(loss, nodes, outputs):
+                    return "couples"
+                if is_cut and outputs and self.record.couples(loss, outputs, by_factor=counted):
                     return "couples"
                 return None if _is_linear(loss, arrivals, list(front)) else "nonlinear"
         return None

@@ -313,6 +313,7 @@ class Engine:
         Over many batches they add up to the mean over all of them. Equal on every rank."""
         began_ns = time.perf_counter_ns()
         self._refuse_closed("eval_step")
+        self._loop.forget_loss()
         self._updates.refuse_within("eval_step")
         self._state.refuse_changed("eval_step")
         parts = self._read(batch)
@@ -589,6 +590,7 @@ class Engine:
         """Called when the context closes before the engine. Gates stay on sharded weights: a forward through them
         raises."""
         self._is_closed = True
+        self._loop.forget_loss()
         self.context.engines.closed(self._state)
         self._parts.detach()
         is_whole = not isinstance(self._weights, ShardedWeights) and not self._weights.has_deferred
@@ -625,6 +627,7 @@ class Engine:
 
     def _begin(self, batch: Any) -> tuple[Batch, ...]:
         self._refuse_closed("forward_backward")
+        self._loop.forget_loss()
         refuse_without_gradients("forward_backward")
         self.mesh.progress.phase = "batch"
         self._state.refuse_mixed("forward_backward")

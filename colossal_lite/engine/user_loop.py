@@ -79,6 +79,7 @@ class UserLoop:
 
     def local_part(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
         """This rank's part of the arguments of a call of the model. Sets the dropout counters."""
+        self._all_samples.record.pause()
         self._refuse("engine(x)")
         self._refuse_labels(args, kwargs)
         self._updates.refuse_within("engine(x)")
@@ -178,12 +179,15 @@ class UserLoop:
         self, loss: Tensor, count: int | Tensor | None, factor: float, *, retain_graph: bool = False
     ) -> None:
         """Add the gradient of `loss`. `factor` of the learning rate is for updates in backward."""
+        self._all_samples.record.pause()
         if not isinstance(loss, Tensor):
             raise ValueError(
                 f"backward: loss is {type(loss).__name__}; legal: a 0-d tensor, which the model computed"
             )
         count = _number_of_labels(count)
         self._refuse_backward(loss, count, retain_graph)
+        if not retain_graph:
+            self.forget_loss()
         step = self._step
         step.by_count = count is not None
         is_scaled = step.loss_scale.scale != 1.0  # only then the host waits for a count on the device
@@ -269,7 +273,7 @@ class UserLoop:
         """Raises ValueError for a `loss` between samples of this rank, where others have more, in steps that look. So
         for a sum over them, and for one whose gradient is not linear. `counted`: it has a count."""
         own_loss = not counted and self._step.loss_scale.scale == 1.0
-        fault = self._all_samples.fault(loss, self._forwards, own_loss=own_loss)
+        fault = self._all_samples.fault(loss, self._forwards, own_loss=own_loss, counted=counted)
         if fault == "nonlinear":
             why, legal = self._other_starts(counted=counted)
             raise ValueError(
@@ -289,7 +293,8 @@ class UserLoop:
                 f"backward: the loss is one between samples: its gradient at one depends on others. With "
                 f"parallel.data={self._mesh.size('data')} this rank has its own samples alone. So the loss would be "
                 f"another than in one process. Legal: a loss of engine.all_samples(outputs), of the samples of all "
-                f"ranks; a mean of losses of samples; parallel.data=1. For pairs call engine(x) for each half"
+                f"ranks; a mean of losses of samples; parallel.data=1. For pairs call engine(x) for each half. For a "
+                f"mean over samples that outputs choose call engine.backward(loss, count)"
             )
 
     def _other_starts(self, *, counted: bool) -> tuple[str, str]:
@@ -323,6 +328,10 @@ class UserLoop:
             nodes += [before for before, _ in node.next_functions]
         return None
 
+    def forget_loss(self) -> None:
+        """Forget what the loss at hand was computed from, for the looks at it."""
+        self._all_samples.record.end()
+
     def drop(self) -> None:
         """Forget the forwards of this step."""
         self._forwards.clear()
@@ -330,6 +339,7 @@ class UserLoop:
     def finish(self) -> None:
         """Start the remaining reductions, before the ranks agree. Raises ValueError without a `backward`."""
         self.drop()
+        self.forget_loss()
         if self._step.by_count is None:
             raise ValueError("step: there are no gradients; call forward_backward, or backward, first")
         if self._updates.within_backward and self._step.calls < self._config.gradient_accumulation:
