@@ -125,7 +125,11 @@ class AllSamples:
             with suppress(RuntimeError, NotImplementedError):  # it has no first one to be looked at
                 if is_cut and outputs and chooses_between_rows(loss, nodes, outputs):
                     return "couples"
-                if is_cut and outputs and self.record.couples(loss, outputs, by_factor=counted):
+                if (
+                    is_cut
+                    and outputs
+                    and self.record.couples(loss, outputs, by_factor=counted, again=is_known)
+                ):
                     return "couples"
                 return None if _is_linear(loss, arrivals, list(front)) else "nonlinear"
         return None

@@ -7,8 +7,8 @@ that trains, they run again with some rows of the outputs changed.  The gradient
 of labels it may have another factor, as for a mean over some samples.  First they run as they were.  If that does not
 give the gradient of the loss, the record is not whole and shows nothing.  So for a custom autograd.Function, and for
 code that was compiled.  Numbers that went through Python or numpy stay as they were.  So do random ones.
-Cost: in steps that look, a call of Python for each operation of the loss.  Where detached numbers meet, up to ten
-losses with their gradients for each binary digit of the number of rows.
+Cost: in steps that look, a call of Python for each operation of the loss.  Where detached numbers meet, ten losses
+with their gradients for each binary digit of the number of rows.  In later steps of the same operations four.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ MOST = 20_000
 """Operations of a record. A loss of more is not looked at."""
 MOST_FORWARDS = 4
 """Forwards whose outputs one loss may read."""
-CHANGES: Sequence[Callable[[Tensor, Tensor], Tensor]] = (
+Change = Callable[[Tensor, Tensor], Tensor]
+CHANGES: Sequence[Change] = (
     lambda own, other: other,  # numbers that a model gives
     lambda own, other: 32 * own,
     lambda own, other: torch.zeros_like(own),
@@ -43,6 +44,8 @@ CHANGES: Sequence[Callable[[Tensor, Tensor], Tensor]] = (
     lambda own, other: other / 4,
 )
 """What the rows of an output become, by their own numbers and by those of rows that stay."""
+AGAIN = CHANGES[:2]
+"""Those of a loss whose operations have been looked at before."""
 
 
 @dataclass(frozen=True)
@@ -185,9 +188,11 @@ class LossRecord(WatchingMode):
 
     # ---- after the loss ----
 
-    def couples(self, loss: Tensor, outputs: Sequence[GradientEdge], *, by_factor: bool) -> bool:
+    def couples(
+        self, loss: Tensor, outputs: Sequence[GradientEdge], *, by_factor: bool, again: bool = False
+    ) -> bool:
         """Whether the gradient of `loss` at rows of these `outputs` depends on other rows by detached numbers.
-        `by_factor`: a common factor of them may."""
+        `by_factor`: a common factor of them may. `again`: its operations have been looked at before."""
         if loss not in self._places or self._count > MOST:
             return False
         nodes: list[Any] = [edge.node for edge in outputs]
@@ -211,7 +216,7 @@ class LossRecord(WatchingMode):
                     [kept.get(place, slice(0)) for place in places],
                     by_factor=by_factor,
                 )
-                for kept, changed in self._changes()
+                for kept, changed in self._changes(AGAIN if again else CHANGES)
             )
         return False
 
@@ -224,7 +229,7 @@ class LossRecord(WatchingMode):
                 wanted.update(number.place for number in operation.read)
         return found[::-1]
 
-    def _changes(self) -> Iterator[tuple[dict[int, Tensor], dict[int, Tensor]]]:
+    def _changes(self, changes: Sequence[Change]) -> Iterator[tuple[dict[int, Tensor], dict[int, Tensor]]]:
         """Rows that stay, of each output, and outputs whose other rows are changed. Any two rows are once apart."""
         for digit in range((max(self._sources.values()) - 1).bit_length()):
             for parity in (0, 1):
@@ -235,7 +240,7 @@ class LossRecord(WatchingMode):
                 kept = {
                     place: found for place, x in digits.items() if len(found := (x == parity).nonzero()[:, 0])
                 }
-                for change in CHANGES:
+                for change in changes:
                     yield (
                         kept,
                         {
@@ -317,7 +322,7 @@ def _norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
-def _with_rows(x: Tensor, stay: Tensor, change: Tensor, by: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _with_rows(x: Tensor, stay: Tensor, change: Tensor, by: Change) -> Tensor:
     """x with some rows changed, by rows that stay in turn."""
     others = x[stay[torch.arange(len(change), device=x.device) % len(stay)]]
     return x.index_copy(0, change, by(x[change], others))
