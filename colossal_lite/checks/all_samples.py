@@ -15,9 +15,10 @@ Note: the steps that look.
 Loops change their loss: a term begins after a warm-up, or its weight grows from 0.  The first shows as other
 operations, which are looked at when they first come.  For the second, steps 1, 2, 4, 8 and so on look again.
 
-Note: the weight of what was gathered.
-Every rank computes the loss of all samples, and takes the gradient of its own.  The step averages over ranks.  So the
-gradient of what was gathered weighs as many times more as there are ranks.
+Note: the gradient of what was gathered.
+Every rank computes a loss of what was gathered: that of all samples, or the terms of its own.  A retrieval loss has its
+own queries beside the passages of all.  So the gradient of a row is a sum over the losses of all ranks.  Ranks
+exchange it in backward.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch.autograd.graph import GradientEdge
 from colossal_lite.checks.loss_record import LossRecord
 from colossal_lite.checks.row_choices import chooses_between_rows
 from colossal_lite.checks.summed_losses import sums_samples
-from colossal_lite.distributed.autograd_collectives import join
+from colossal_lite.distributed.autograd_collectives import gather, reduce_scatter
 from colossal_lite.distributed.communicator import Communicator
 from colossal_lite.numerics.retained_gradients import retained_gradients_kept
 from colossal_lite.numerics.user_functions import FUNCTION_SEED, UnitArrivals
@@ -49,7 +50,7 @@ class AllSamples:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._weight = float(comm.size)
+        self._is_aside = False
         self._key = f"outputs of {id(self)}"  # among the metadata of nodes
         self._number = f"number of {id(self)}"
         self._step = 1
@@ -66,9 +67,9 @@ class AllSamples:
                 f"all_samples: data ranks have tensors of the shapes {shapes}. Legal: one row a sample, and equally "
                 f"many samples on each rank"
             )
-        weighed: Tensor = _Weighed.apply(x, lambda: self._weight) if x.requires_grad else x  # type: ignore[no-untyped-call]
         with self.record.paused():
-            return join(weighed, self._comm, 0)
+            gathered: Tensor = _Gathered.apply(x, self._comm, lambda: self._is_aside)  # type: ignore[no-untyped-call]
+        return gathered
 
     def note(self, outputs: Sequence[Tensor], rows: int) -> None:
         """Mark those `outputs` of a forward that have a row for each of its samples. Then `fault` finds them. So for
@@ -136,13 +137,14 @@ class AllSamples:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Context of a look: what was gathered may couple samples, and tensors keep the gradients that they retain."""
-        self._weight = 0.0
+        """Context of a look: what was gathered may couple samples, and tensors keep the gradients that they retain. No
+        rank waits for others."""
+        self._is_aside = True
         try:
             with retained_gradients_kept():
                 yield
         finally:
-            self._weight = float(self._comm.size)
+            self._is_aside = False
 
     def _front(
         self, loss: Tensor, forwards: Sequence[tuple[int, int]], *, enters: bool = False
@@ -187,17 +189,19 @@ def _before(node: Any) -> list[GradientEdge]:
     return [GradientEdge(each, n) for each, n in node.next_functions if each is not None]
 
 
-class _Weighed(Function):
-    """x itself, whose gradient is multiplied by what `weight` gives then."""
+class _Gathered(Function):
+    """The rows of all ranks. The gradient of a row is the sum over ranks; 0 while `is_aside` says so."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Callable[[], float]) -> Tensor:
-        ctx.weight = weight
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, comm: Communicator, is_aside: Callable[[], bool]) -> Tensor:
+        ctx.comm, ctx.is_aside = comm, is_aside
+        return gather(x, comm, 0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.weight(), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.is_aside():
+            return gradients[0].chunk(ctx.comm.size)[0] * 0.0, None, None
+        return reduce_scatter(gradients[0].contiguous(), ctx.comm, 0), None, None
 
 
 def _is_linear(loss: Tensor, arrivals: UnitArrivals, outputs: Sequence[GradientEdge]) -> bool:

@@ -353,8 +353,9 @@ class Engine:
     @noting_faults
     def all_samples(self, x: Tensor) -> Tensor:
         """The rows of all data ranks of x [samples of this rank, ...], in the order of ranks. For a loss between
-        samples, such as a contrastive one, in a loop of your own. Every rank computes it of all samples, and its
-        gradient is that of one process. Collective. Raises ValueError where ranks have tensors of other shapes."""
+        samples, such as a contrastive one, in a loop of your own. Every rank computes it of all samples, or the mean of
+        its own samples' terms. Its gradient is that of one process. Collective, and so is the backward of what it
+        gives. Raises ValueError where ranks have tensors of other shapes."""
         self._refuse_closed("all_samples")
         return self._loop.all_samples(x)
 

@@ -126,6 +126,57 @@ def is_equal(state: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return all(torch.allclose(state[name], right[name], rtol=1e-10, atol=1e-13) for name in right)
 
 
+def retrieval(queries: Tensor, passages: Tensor, first: int) -> Tensor:
+    return F.cross_entropy(queries @ passages.T, first + torch.arange(len(queries)))
+
+
+def prototypes(queries: Tensor, support: Tensor, labels: Tensor, all_labels: Tensor) -> Tensor:
+    means = torch.stack([support[all_labels % 2 == each].mean(0) for each in range(2)])
+    return F.cross_entropy(-torch.cdist(queries, means), labels % 2)
+
+
+def penalized(f: Model, every: Callable[[Tensor], Tensor], given: Given, parts: int) -> Tensor:
+    """A contrastive loss and the size of its gradient at the inputs. Ranks add up to a gradient of `parts` losses."""
+    x = given[0].clone().requires_grad_()
+    loss = contrast(every(f(x)), every(f(given[1])).tanh())
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + gradient.square().sum() / parts
+
+
+PARTLY: dict[str, Callable[[Model, Model, Given, int, int], Tensor]] = {
+    "queries beside all passages": lambda f, every, g, first, _: retrieval(f(g[0]), every(f(g[1])), first),
+    "both ways": lambda f, every, g, first, _: (
+        retrieval(a := f(g[0]), every(b := f(g[1])), first) + retrieval(b, every(a), first)
+    ),
+    "queries beside prototypes": lambda f, every, g, _, __: prototypes(
+        f(g[0]), every(f(g[1])), g[2], every(g[2])
+    ),
+    "a penalty on its gradient": lambda f, every, g, _, parts: penalized(f, every, g, parts),
+}
+
+
+def partly(env: RankEnv, name: str, counts: bool) -> tuple[str, dict[str, Tensor]]:
+    with env.launch(SGD) as context:
+        engine = cl.initialize(model(), context=context)
+        own: Any = tuple(x.chunk(env.world_size)[env.rank] for x in batch())
+
+        def step() -> None:
+            loss = PARTLY[name](engine, engine.all_samples, own, env.rank * len(own[0]), env.world_size)
+            engine.backward(loss, count=len(own[0]) if counts else None)
+            engine.step()
+
+        return three(step, engine)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("name", PARTLY)
+def test_a_rank_s_own_terms_over_all_samples_are_exact(name: str, counts: bool) -> None:
+    """A row once had the gradient of its own rank's terms alone, in silence."""
+    truth = plain(lambda given: PARTLY[name](given, itself, batch(), 0, 1))
+    for told, state in run_world(partly, 2, name, counts):
+        assert told == "" and is_equal(state, truth)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_between_samples_is_exact_over_all_samples_and_refused_over_a_rank_s(name: str) -> None:
     truth = plain(lambda given: LOSSES[name](given, itself, batch()))
