@@ -3,11 +3,13 @@
 Note: the proof.
 A step weighs the loss of a part of a batch by its number of valid labels.  That is the whole batch's loss if the
 model's loss is a mean over valid labels, of any function.  So a small copy is run on a batch and on its parts, with all
-labels valid, and with some ignored.  Losses and gradients must add up.
+labels valid, and with some ignored.  Losses and gradients must add up.  Calls of the
+model show which labels it may ignore: the `ignore_index` of a cross entropy, and numbers that labels are compared with.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +43,7 @@ CLEAR_NAMES = ("targets", "labels", "lm_labels", "target", "label")
 NAMES = (*CLEAR_NAMES, "y", "tgt")
 """Arguments by which forwards take labels; the `CLEAR_NAMES` mean nothing else."""
 IGNORED_BY_MODELS = (IGNORED, -1)
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 LIMIT_BYTES = 1 << 30
 LEGAL = "legal: a mean over the valid labels, or criterion=None, which trains on the model's logits"
 
@@ -51,18 +54,27 @@ class ModelLossError(ValueError):
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """How a model is asked for its loss. `labels`: the argument; `ignored`: the label that it passes over, None if it
-    passes over none."""
+    """How a model is asked for its loss. `labels`: the argument; `ignored`: the label that it gets for those to be
+    ignored, None if it passes over none."""
 
     labels: str
     ignored: int | None
     is_shown: bool = False
     """Whether it is proven on an example, with labels of that form."""
+    others: tuple[int, ...] = ()
+    """Further labels that it passes over."""
+
+    def valid(self, labels: Tensor) -> Tensor:
+        """Which labels count."""
+        found = labels != IGNORED
+        for label in (self.ignored, *self.others):
+            found = found if label is None else found & (labels != label)
+        return found
 
     def asked(self, batch: Batch) -> Batch:
         """The batch with its labels among the arguments of the model, if it has a valid one. Raises ModelLossError for
         labels to be ignored, if the model ignores none."""
-        valid = batch.labels != IGNORED
+        valid = self.valid(batch.labels)
         if not bool(valid.any()):
             return batch
         if self.ignored is None and not bool(valid.all()):
@@ -75,7 +87,7 @@ class ModelLoss:
 
     def of(self, outputs: Any, labels: Tensor) -> tuple[Tensor, int]:
         """(sum, count) of a micro-batch."""
-        count = int((labels != IGNORED).sum())
+        count = int(self.valid(labels).sum())
         if count == 0:
             return next(t for t in _members(outputs) if t.is_floating_point()).sum() * 0.0, 0
         loss = loss_in(outputs)
@@ -135,7 +147,10 @@ def model_loss(model: nn.Module, example: Batch | None = None) -> ModelLoss:
             )
         )
     with generators_kept():
-        return ModelLoss(name, made.ignored(), is_shown=batch is not None)
+        first, *others = made.ignored() or (None,)
+        return ModelLoss(
+            name, first, is_shown=batch is not None, others=tuple(n for n in others if n is not None)
+        )
 
 
 def _hand_out(name: str, module: nn.Module, args: Any, outputs: Any) -> dict[str, Any] | None:
@@ -229,44 +244,76 @@ class _Trial:
             setattr(self.model, name, None)  # a result of a run cannot be copied
         return now[0] if len(now) == 1 else ""
 
-    def ignored(self) -> int | None:
-        """The label that the model passes over, in evaluation and in training. Raises ModelLossError for a loss that is
-        no mean."""
+    def ignored(self) -> tuple[int, ...]:
+        """The labels that the model passes over, in evaluation and in training. Raises ModelLossError for a loss that
+        is no mean."""
         found = self._ignored()
         if any(map(is_over_the_batch, self.model.modules())):
             return found  # parts of a batch have other statistics, which a step takes from all of them
         self.model.train()
         self.mode = " in training"
         if (trained := self._ignored()) != found:
+            in_training, in_eval = (", ".join(map(str, x)) or "none" for x in (trained, found))
             raise ModelLossError(
-                f"{self.what} ignores the label {trained} in training and {found} in eval(); legal: one for both"
+                f"{self.what} ignores the label {in_training} in training and {in_eval} in eval(); legal: one for both"
             )
         return found
 
-    def _ignored(self) -> int | None:
-        whole = self.run(self.labels)
-        parts = [self.run(self.labels, part) for part in (slice(0, 1), slice(1, 3))]
-        if not _adds_up(whole, parts, [1, 2]):
+    def _ignored(self) -> tuple[int, ...]:
+        with _NamedLabels(self.labels) as seen:
+            whole = self.run(self.labels)
+        if seen.weighs:
+            raise ModelLossError(
+                f"{self.what}{self.mode} weighs classes by {seen.weighs}, so it is no mean over labels; {LEGAL}"
+            )
+        plain = self._without(seen.named)
+        tried = dict.fromkeys((*IGNORED_BY_MODELS, *sorted(seen.named)))
+        passed = tuple(label for label in tried if self._passes_over(label, plain))
+        cuts = slice(0, 1), slice(1, 3)
+        counts = [sum(label not in passed for label in self.labels[cut].flatten().tolist()) for cut in cuts]
+        labels = self.labels if min(counts) > 0 else plain
+        counts = counts if min(counts) > 0 else [1, 2]
+        whole = whole if labels is self.labels else self.run(labels)
+        parts = [self.run(labels, cut) for cut in cuts]
+        if not _adds_up(whole, parts, counts):
             a, b = (loss for loss, _ in parts)
             kind = "a sum" if abs(a + b - whole[0]) <= TOLERANCE * abs(whole[0]) else "no mean over tokens"
             raise ModelLossError(
                 f"{self.what}{self.mode} is {kind}: {whole[0]:.6g} of three samples, {a:.6g} of the first, {b:.6g} of "
                 f"the others; {LEGAL}"
             )
-        first = self.labels.clone()
+        self._refuse_shifts(plain)
+        return passed
+
+    def _refuse_shifts(self, labels: Tensor) -> None:
+        """Raises ModelLossError for a loss that does not read the first label of a sample."""
+        first = labels.clone()
         flat = first.view(len(first), -1)
         flat[:, 0] += 1
         if not first.is_floating_point():
-            flat[:, 0] %= int(self.labels.max() + 1)
-        if self.run(first)[0] == whole[0]:
+            flat[:, 0] %= int(labels.max() + 1)
+        if self.run(first)[0] == self.run(labels)[0]:
             raise ModelLossError(
                 f"{self.what} does not read the first label of a sample: it shifts labels itself. Those of a batch "
                 f"are shifted already; legal: criterion=None, which trains on the model's logits"
             )
-        return next((label for label in IGNORED_BY_MODELS if self._passes_over(label)), None)
 
-    def _passes_over(self, label: int) -> bool:
+    def _without(self, named: set[int]) -> Tensor:
+        """The labels, with others of them in the place of the `named`. As they are if that leaves a single one."""
+        if self.labels.is_floating_point():
+            return self.labels
+        out = torch.isin(
+            self.labels, torch.tensor(sorted(named), dtype=self.labels.dtype, device=self.labels.device)
+        )
+        others = self.labels[~out]
+        if not out.any() or len(others.unique()) < 2:
+            return self.labels
         labels = self.labels.clone()
+        labels[out] = others[torch.arange(int(out.sum()), device=labels.device) % len(others)]
+        return labels
+
+    def _passes_over(self, label: int, plain: Tensor) -> bool:
+        labels = plain.clone()
         flat = labels.view(len(labels), -1)
         count = flat.shape[1]
         flat[0, max(1, count // 4) :], flat[1, : max(1, 5 * count // 8)] = label, label
@@ -277,6 +324,40 @@ class _Trial:
                 return _adds_up(whole, [self.run(labels, slice(0, 1)), self.run(labels, slice(1, 3))], counts)
         except Exception:  # of the model's own code: no such label
             return False
+
+
+class _NamedLabels(TorchFunctionMode):
+    """Notes the whole numbers that a forward may pass over: `named`. These are each `ignore_index`, and numbers that it
+    compares `labels` with. `weighs`: the other weights by which it means over classes, or ""."""
+
+    def __init__(self, labels: Tensor) -> None:
+        super().__init__()
+        self.labels = labels
+        self.named: set[int] = set()
+        self.weighs = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.cross_entropy, F.nll_loss):
+            given = dict(
+                zip(("input", "target", "weight", "size_average", "ignore_index"), args, strict=False)
+            )
+            self._note_mean({**given, **(kwargs or {})})
+        elif getattr(func, "__name__", "").strip("_") in COMPARISONS and len(args) == 2:
+            x, y = args
+            if isinstance(x, Tensor) and self._is_labels(x):
+                value = y.item() if isinstance(y, Tensor) and y.numel() == 1 else y
+                if isinstance(value, int | float) and math.isfinite(value):
+                    self.named |= {int(value) + more for more in (-1, 0, 1)}
+        return func(*args, **(kwargs or {}))
+
+    def _is_labels(self, x: Tensor) -> bool:
+        return x.numel() == self.labels.numel() and bool((x.flatten() == self.labels.flatten()).all())
+
+    def _note_mean(self, given: Mapping[str, Any]) -> None:
+        self.named.add(given.get("ignore_index", IGNORED))
+        weight = given.get("weight")
+        if weight is not None and given.get("reduction", "mean") == "mean" and len(weight.unique()) > 1:
+            self.weighs = f"{weight.min().item():.4g} to {weight.max().item():.4g}"
 
 
 class _Guarded(TorchFunctionMode):

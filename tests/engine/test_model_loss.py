@@ -92,7 +92,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def build(kind: type[OwnLoss] = OwnLoss) -> OwnLoss:
+def build(kind: Any = OwnLoss) -> Any:
     torch.manual_seed(0)
     return kind().double()
 
@@ -145,6 +145,111 @@ def test_a_models_own_loss_trains_as_in_a_plain_loop(mode: str) -> None:
             assert torch.allclose(state[name], value, rtol=1e-11, atol=1e-13), name
 
 
+class Padded(OwnLoss):
+    """The id of padding is ignored, as labels come from a tokenizer."""
+
+    ignored = WORDS - 1
+
+
+class Masked(OwnLoss):
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        counted = targets != WORDS - 1
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        return losses.where(counted, 0.0).sum() / counted.sum()
+
+
+class Doubled(OwnLoss):
+    """A class of words weighs twice, which is no mean over labels; it is compared with as padding is."""
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        weights = 1.0 + (targets == 1)
+        return (F.cross_entropy(logits, targets, reduction="none") * weights).sum() / weights.sum()
+
+
+class Weighed(OwnLoss):
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, weight=logits.new_ones(WORDS).index_fill(0, RARE, 5.0))
+
+
+RARE = torch.tensor([WORDS - 1])
+
+
+class Segments(nn.Module):
+    """Features [B, T, 6] to 150 classes of each place; the label 255 is ignored, and -100 too if it says so."""
+
+    def __init__(self, *, ignores_both: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.ignores_both = nn.Linear(6, 16), nn.Linear(16, 150), ignores_both
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.b(torch.tanh(self.a(x)))
+        if labels is None:
+            return logits
+        if self.ignores_both:
+            labels = labels.masked_fill(labels < 0, 255)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=255)
+        return dict(loss=loss, logits=logits)
+
+
+def padded(step: int) -> tuple[Tensor, Tensor]:
+    ids, labels = batch(step)
+    return ids, labels.where(labels != -100, WORDS - 1)
+
+
+def pictures(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(4, 8, 6, generator=generator, dtype=torch.float64)
+    labels = torch.randint(150, (4, 8), generator=generator)
+    labels[0, 1:], labels[1, :3] = 255, 255
+    return x, labels
+
+
+PASSING: dict[str, tuple[Any, Any]] = {
+    "the id of padding": (Padded, padded),
+    "the id of padding, by a mask": (Masked, padded),
+    "255 in pictures": (Segments, pictures),
+    "255 in pictures, and -100": (lambda: Segments(ignores_both=True), pictures),
+}
+
+
+def passes_over(env: RankEnv, name: str, changes: dict[str, Any]) -> list[float]:
+    kind, batches = PASSING[name]
+    config = dict(precision="fp64", optimizer=dict(type="sgd", lr=0.1), timeout_s=60) | changes
+    with env.launch(config) as context:
+        shown = dict(example=batches(9)) if batches is pictures else dict(plan=PLAN)
+        engine = cl.initialize(build(kind), context=context, criterion="model", **shown)
+        cut = context.local_batch(4)
+        return [float(engine.train_step(tuple(t[cut] for t in batches(step))).loss) for step in range(3)]
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(gradient_accumulation=2, zero=dict(stage=2))])
+@pytest.mark.parametrize("name", PASSING)
+def test_labels_that_a_model_passes_over_do_not_count(name: str, changes: dict[str, Any]) -> None:
+    """Those other than -100 and -1 once counted, so ranks with more of them weighed too much, in silence."""
+    kind, batches = PASSING[name]
+    model, losses = build(kind), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        out = model(*batches(step))
+        loss = out["loss"] if isinstance(out, dict) else out[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for theirs in run_world(passes_over, 2, name, changes):
+        assert all(math.isclose(a, b, rel_tol=1e-12) for a, b in zip(losses, theirs, strict=True))
+
+
+def test_labels_that_are_passed_over_are_seen_whatever_the_example_has() -> None:
+    x = torch.randn(3, 4, 6)
+    for labels in ([1, 5, 7, 9], [1, 255, 7, 9], [255, 255, 255, 255]):
+        some = torch.tensor([labels, [149, 8, 3, 37], [0, 37, 74, 111]])
+        given = Batch((x,), {}, some, torch.arange(3))
+        assert model_loss(Segments(), given) == ModelLoss("labels", 255, is_shown=True)
+        both = ModelLoss("labels", -100, is_shown=True, others=(-1, 255))
+        assert model_loss(Segments(ignores_both=True), given) == both
+
+
 def test_a_forward_says_how_it_takes_labels() -> None:
     assert model_loss(OwnLoss()) == ModelLoss("targets", -1)
 
@@ -156,6 +261,8 @@ def test_a_forward_says_how_it_takes_labels() -> None:
         (PlusAMeanOfTheBatch, "is no mean over tokens"),
         (SquaresInTraining, "in training is no mean over tokens"),
         (IgnoresInTraining, r"ignores the label -1 in training and -100 in eval\(\)"),
+        (Doubled, "is no mean over tokens"),
+        (Weighed, "weighs classes by 1 to 5, so it is no mean over labels"),
         (Shifts, "does not read the first label .* it shifts labels itself"),
         (Model, "has no argument for labels; legal: one named targets, labels"),
     ],
