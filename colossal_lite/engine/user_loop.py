@@ -36,6 +36,7 @@ from colossal_lite.zero.build_chunks import sharding_of
 
 ALIKE = 1e-5
 """How far weighted sums of an output may be apart on ranks that have the same, as a share of the absolute sum."""
+LARGE = 1e200
 FROM_MODEL = "of the outputs of a model"
 """Metadata of the nodes by which the graph of a loss enters the model."""
 
@@ -435,8 +436,9 @@ def _of_labels(total: Tensor, count: int | Tensor | None) -> Tensor:
 
 def _weighted_sums(x: Tensor) -> Tensor:
     """The sum of all numbers and of their absolute values [2], float64. Each number has another weight than those near
-    it, as rows may add up to 1."""
-    weighted = x.flatten().double() * (1 + torch.arange(x.numel(), device=x.device) % 97)
+    it, as rows may add up to 1. Each is at most `LARGE`, so that sums are finite beside padded logits."""
+    bounded = x.flatten().double().clamp(-LARGE, LARGE)
+    weighted = bounded * (1 + torch.arange(x.numel(), device=x.device) % 97)
     return torch.stack((weighted.sum(), weighted.abs().sum()))
 
 

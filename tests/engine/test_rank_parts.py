@@ -142,6 +142,35 @@ def own_loop(env: RankEnv, config: dict[str, Any], reads: str) -> tuple[str, lis
     return "", losses
 
 
+class Odd(Kept):
+    """Seven words, so that the last tensor rank pads its part of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 7)
+
+
+def odd_loop(env: RankEnv) -> list[float]:
+    plan = {"table": "embedding", "inner": "replicate", "head": "lm_head"}
+    tensor = dict(size=env.world_size, sequence_parallel=False)  # so that hidden states have all tokens
+    with env.launch(SGD | dict(parallel=dict(tensor=tensor))) as context:
+        engine, losses = cl.initialize(Odd(), context=context, plan=plan), []
+        for _ in range(3):
+            out = engine(IDS[:, :-1])
+            engine.backward(
+                READS["another output"](dict(out, labels=IDS[:, 1:].flatten()), engine.model, IDS)
+            )
+            losses.append(float(engine.step().loss))
+    return losses
+
+
+def test_a_loss_reads_a_hidden_state_beside_a_vocabulary_that_is_padded() -> None:
+    """Sums of padded logits were infinite in float64, and all ranks' outputs passed for the same."""
+    (truth,) = run_world(odd_loop, 1)
+    for losses in run_world(odd_loop, 2):
+        assert losses == pytest.approx(truth, rel=1e-12)
+
+
 HOST = dict(zero=dict(stage=3), memory=dict(placement="static", host_fraction=dict(weights=1.0)))
 
 
