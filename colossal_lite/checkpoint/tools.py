@@ -26,6 +26,7 @@ from colossal_lite.models.hf import (
     read_hf,
     refuse_changed_modules,
     to_hf,
+    warn_of_dropout,
     write_hf,
 )
 from colossal_lite.sharding.mesh_layout import MeshLayout
@@ -131,6 +132,7 @@ def import_(folder: Path, target: Path) -> Path:
     """Write a checkpoint of step 0 to `target` from a Hugging Face folder. `engine.load` starts new moments from it."""
     theirs, found = read_hf(folder)
     config = config_from_hf(theirs)
+    warn_of_dropout(theirs)
     state = from_hf(config, found)
     if config.tied:
         del state["head.weight"]

@@ -37,6 +37,7 @@ from colossal_lite.zero.build_chunks import sharding_of
 ALIKE = 1e-5
 """How far weighted sums of an output may be apart on ranks that have the same, as a share of the absolute sum."""
 LARGE = 1e200
+"""The most that a number weighs in these sums."""
 FROM_MODEL = "of the outputs of a model"
 """Metadata of the nodes by which the graph of a loss enters the model."""
 

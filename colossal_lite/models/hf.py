@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -262,6 +263,26 @@ def config_from_hf(theirs: Mapping[str, Any]) -> GPTConfig:
     raise ValueError(f"Hugging Face config: model_type={kind!r}; legal are 'gpt2' and 'llama'")
 
 
+def warn_of_dropout(theirs: Mapping[str, Any]) -> None:
+    """Warn of dropouts in their config.json that our model trains without, or at another rate."""
+    is_gpt2 = theirs["model_type"] == "gpt2"
+    default = 0.1 if is_gpt2 else 0.0
+    rate = theirs.get("resid_pdrop", default)
+    ours = {"embd_pdrop": rate, "attn_pdrop": 0.0} if is_gpt2 else {"attention_dropout": 0.0}
+    other = [
+        f"{name}={theirs.get(name, default)}, and GPT trains with {rate}"
+        for name, rate in ours.items()
+        if theirs.get(name, default) != rate
+    ]
+    if other:
+        warnings.warn(
+            f"Hugging Face config: {'; '.join(other)}. So training differs from that of transformers, and evaluation "
+            f"does not. Legal without a warning: {', '.join(f'{name}={rate}' for name, rate in ours.items())}. A "
+            f"transformers model handed to cl.initialize trains with all of its dropouts",
+            stacklevel=3,
+        )
+
+
 def _llama_config(theirs: Mapping[str, Any]) -> GPTConfig:
     bias, rope = theirs.get("attention_bias", False), theirs.get("rope_parameters") or {}
     scaling = rope.get("rope_type", "default") if rope else theirs.get("rope_scaling")
@@ -350,9 +371,11 @@ def read_hf(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def load_pretrained(folder: str | Path) -> GPT:
-    """A GPT with the weights of a Hugging Face folder, in their dtype; of several, in one that holds all."""
+    """A GPT with the weights of a Hugging Face folder, in their dtype; of several, in one that holds all. Warns of
+    dropouts that a GPT has not."""
     theirs, tensors = read_hf(Path(folder))
     config = config_from_hf(theirs)
+    warn_of_dropout(theirs)
     state = from_hf(config, tensors)
     model = GPT(config)
     model.to(reduce(torch.promote_types, (value.dtype for value in state.values()))).load_state_dict(state)

@@ -260,6 +260,35 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(name: str, auto: An
     assert replace(ours, kv_heads=ours.key_heads) == replace(theirs, kv_heads=theirs.key_heads)
 
 
+DROPOUTS: dict[str, tuple[dict[str, float], str]] = {
+    "gpt2": (dict(attn_pdrop=0.1), "attn_pdrop=0.1, and GPT trains with 0.0"),
+    "gpt2, of embeddings": (
+        dict(embd_pdrop=0.2, resid_pdrop=0.1),
+        "embd_pdrop=0.2, and GPT trains with 0.1",
+    ),
+    "llama": (dict(attention_dropout=0.1), "attention_dropout=0.1, and GPT trains with 0.0"),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_a_dropout_that_a_gpt_has_not_is_named_where_a_folder_is_read(
+    name: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """It once was left out in silence, so a user trained another model."""
+    changes, says = DROPOUTS[name]
+    config = CONFIGS[name.partition(",")[0]]
+    words, tensors = config_to_hf(config), to_hf(config, model_of(config).state_dict())
+    write_hf(tmp_path / "same", words, tensors)
+    write_hf(tmp_path / "other", words | changes, tensors)
+    load_pretrained(tmp_path / "same")
+    import_(tmp_path / "same", tmp_path / "same checkpoints")
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=says):
+        load_pretrained(tmp_path / "other")
+    with pytest.warns(UserWarning, match=says):
+        import_(tmp_path / "other", tmp_path / "other checkpoints")
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_what_has_no_other_form_is_refused_by_name(name: str) -> None:
     change, config, says = BAD[name]
