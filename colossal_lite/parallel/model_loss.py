@@ -4,7 +4,7 @@ Note: the proof.
 A step weighs the loss of a part of a batch by its number of valid labels.  That is the whole batch's loss if the
 model's loss is a mean over valid labels, of any function.  So a small copy is run on a batch and on its parts, with all
 labels valid, and with some ignored.  Losses and gradients must add up.  A forward shows
-which labels it may ignore: the `ignore_index` of a cross entropy, and numbers beside labels in a comparison.
+which labels it may ignore: each `ignore_index`, and numbers with which labels are compared.
 """
 
 from __future__ import annotations
