@@ -3,8 +3,8 @@
 Note: the proof.
 A step weighs the loss of a part of a batch by its number of valid labels.  That is the whole batch's loss if the
 model's loss is a mean over valid labels, of any function.  So a small copy is run on a batch and on its parts, with all
-labels valid, and with some ignored.  Losses and gradients must add up.  A forward shows
-which labels it may ignore: each `ignore_index`, and numbers with which labels are compared.
+labels valid, and with some ignored.  Losses and gradients must add up.  A forward shows which labels it may
+ignore: each `ignore_index`, and numbers with which labels are compared.
 """
 
 from __future__ import annotations
@@ -219,12 +219,14 @@ class _Trial:
         """Loss and gradients of some samples."""
         self.model.zero_grad()
         back = set_back(self.model)
-        with torch.enable_grad(), Plainly():
-            args = [x[samples] for x in self.batch.args]
-            named = {n: x[samples] for n, x in {**self.batch.kwargs, self.name: labels}.items()}
-            loss = loss_in(self.model(*args, **named))
-            loss.backward()  # which may run code of the forward again
-        back()
+        try:
+            with torch.enable_grad(), Plainly():
+                args = [x[samples] for x in self.batch.args]
+                named = {n: x[samples] for n, x in {**self.batch.kwargs, self.name: labels}.items()}
+                loss = loss_in(self.model(*args, **named))
+                loss.backward()  # which may run code of the forward again
+        finally:
+            back()
         return float(loss.detach()), [
             torch.zeros_like(p) if p.grad is None else p.grad
             for p in self.model.parameters()
