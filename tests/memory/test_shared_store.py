@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import time
@@ -285,6 +286,52 @@ def test_tasks_take_turns_on_one_device_with_the_bits_of_each_alone(tmp_path: Pa
     ((a, b),) = run_world(many, 1, case)
     (((alone, _, _)),) = run_world(trained, 1, case, ())
     assert a[0] == alone and b[0] != alone and a[1] == b[1]
+
+
+def _huge_at_first(steps: list[int]) -> Any:
+    """A sum of losses whose first gradient overflows in fp16."""
+
+    def criterion(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+        loss = torch.nn.functional.cross_entropy(outputs.float(), labels, reduction="sum")
+        return loss * (1e30 if not steps[0] else 1.0), len(labels)
+
+    return criterion
+
+
+def beside_records(env: RankEnv, stops: tuple[int, ...]) -> list[Any]:
+    """Steps, samples, loss scale and buffers of a task after three steps, with engines closed before `stops`."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)).half()
+    store, number = cl.HostStore(), [0]
+    with env.launch(dict(optimizer=dict(type="sgd", lr=0.1), precision="fp16", timeout_s=30)) as context:
+        engine = None
+        for number[0] in range(3):
+            if engine is None or number[0] in stops:
+                if engine is not None:
+                    engine.close()
+                engine = cl.initialize(
+                    copy.deepcopy(model),
+                    context=context,
+                    criterion=_huge_at_first(number),
+                    store=store,
+                    task="a",
+                )
+            torch.manual_seed(number[0])
+            engine.train_step((torch.randn(5 + number[0], 4).half(), torch.arange(5 + number[0]) % 3))
+        assert engine is not None
+        state = engine.full_state_dict()
+        return [
+            engine.steps,
+            engine.samples,
+            engine.loss_scale,
+            {name: x.tolist() for name, x in state.items()},
+        ]
+
+
+def test_samples_the_loss_scale_and_buffers_go_on_with_a_task_as_its_records_do() -> None:
+    (whole,) = run_world(beside_records, 1, ())
+    assert whole[:3] == [3, 18, 2.0**15] and whole[3]["1.num_batches_tracked"] == 3
+    assert run_world(beside_records, 1, (1, 2)) == [whole]
 
 
 # ---- a step ends while updates of the one before are on their way ----
