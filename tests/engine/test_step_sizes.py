@@ -22,15 +22,19 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8)).double()
 
 
-def resumed(env: RankEnv, directory: str, batches: tuple[int, int], steps: int) -> list[list[str]]:
-    """What each of two runs warns of: one of `steps` steps, and one of 3 that resumes it."""
+def resumed(
+    env: RankEnv, directory: str, batches: tuple[int, ...], steps: tuple[int, ...], drop_last: bool = True
+) -> list[list[str]]:
+    """What each of several runs warns of. They resume one another, with so many samples a step and so many steps."""
     told: list[list[str]] = []
-    for batch, wanted in zip(batches, (steps, 3), strict=True):
+    for batch, wanted in zip(batches, steps, strict=True):
         with warnings.catch_warnings(record=True) as found, env.launch(CONFIG) as context:
             warnings.simplefilter("always")
             engine = cl.initialize(model(), context=context)
             engine.resume(directory)
-            loader = context.dataloader(SAMPLES, global_batch=batch, start=engine.samples)
+            loader = context.dataloader(
+                SAMPLES, global_batch=batch, start=engine.samples, drop_last=drop_last
+            )
             for part in loader.take(wanted):
                 engine.train_step(part)
             engine.save(directory)
@@ -46,7 +50,7 @@ def test_another_global_batch_after_a_resume_is_told_once(
     batches: tuple[int, int], is_told: bool, steps: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        first, other = run_world(resumed, 2, folder, batches, steps)
+        first, other = run_world(resumed, 2, folder, batches, (steps, 3))
     before, after = batches
     says = f"samples of a step: {after} since the load, and {before} before it"
     assert first[0] == [] and other == [[], []]  # the main rank tells
@@ -55,4 +59,9 @@ def test_another_global_batch_after_a_resume_is_told_once(
 
 def test_a_short_last_batch_behind_a_resume_is_not_told() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        assert run_world(resumed, 2, folder, (5, 5), 2) == [[[], []]] * 2  # 5, 5, | 2, 5, 5
+        assert run_world(resumed, 2, folder, (5, 5), (2, 3), False) == [[[], []]] * 2  # 5, 5, | 2, 5, 5
+
+
+def test_a_save_behind_a_short_step_alone_still_has_the_size_of_the_steps_before() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # 5, 5, | 2, | 5, 5
+        assert run_world(resumed, 2, folder, (5, 5, 5), (2, 1, 2), False) == [[[], [], []]] * 2
