@@ -59,6 +59,15 @@ def test_a_grid_lies_over_a_short_form_and_names_values_that_json_has_not(tmp_pa
         read_sweep(path)
 
 
+def test_a_point_of_the_grid_counts_where_its_task_has_the_setting_too(tmp_path: Path) -> None:
+    row = (
+        '[[task]]\n[task.config.optimizer]\nlr = 1.0\nweight_decay = 0.5\n[grid]\n"optimizer.lr" = [0.1, 0.2]'
+    )
+    tasks = read_sweep(written(tmp_path, HEAD + row)).tasks
+    found = [task.settings({"optimizer": {"lr": 2.0}})["optimizer"] for task in tasks]
+    assert found == [{"lr": lr, "weight_decay": 0.5} for lr in (0.1, 0.2)]
+
+
 def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:
     text = (
         HEAD

@@ -32,7 +32,7 @@ import colossal_lite as cl
 from colossal_lite.config.config import Config
 from colossal_lite.launcher import env as launcher_env
 from colossal_lite.launcher.start import launch_gang, serve_gangs
-from colossal_lite.many import coordinator
+from colossal_lite.many import coordinator, worker
 from colossal_lite.many.fingerprint import fingerprint
 from colossal_lite.many.jobs import Job
 from colossal_lite.many.policies import POLICIES, Candidate, Choose
@@ -710,6 +710,22 @@ def test_a_class_of_data_is_a_function_that_returns_it() -> None:
 def test_a_function_that_draws_gives_other_samples_to_evaluate_on_than_to_train_on() -> None:
     trained, again, held_out = (data_of(own.drawn, 3, use)[0][0] for use in ("data", "data", "evaluate"))
     assert torch.equal(trained, again) and not torch.equal(trained, held_out)
+
+
+def test_a_function_of_data_draws_by_the_seed_of_its_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = list[Any]()
+    monkeypatch.setattr(
+        worker, "OpenTask", lambda order, task, config, data, place, store: opened.append(data)
+    )
+    tasks = [task("shared", data=own.drawn), task("own", data=own.drawn, config=dict(seed=11))]
+    order = Order(tasks, CONFIG | dict(seed=3), tmp_path, None, launch_gang, tmp_path / "log", int)
+    of_device = Worker(order)
+    for each in tasks:
+        of_device._opened(each, {})
+    for data, seed in zip(opened, (3, 11), strict=True):
+        assert torch.equal(data[0][0], data_of(own.drawn, seed, "data")[0][0])
 
 
 @pytest.mark.parametrize("loader", [3, dict(label="unshifted"), dict(start=4)])
