@@ -330,8 +330,8 @@ def test_each_skipped_step_is_told_and_too_many_in_a_row_end_the_run_on_every_ra
         assert words in told and "3 in a row, and optimizer.max_skipped_steps=3" in told and steps == 3
 
 
-def every_other(env: RankEnv) -> tuple[str, int]:
-    """The error of steps of which every other one is skipped, where two in a row may not be, and the steps made."""
+def every_other(env: RankEnv) -> tuple[str, int, int]:
+    """The error of steps of which every other one is skipped, where two in a row may not be; steps and samples."""
     config = SGD | dict(optimizer=dict(type="sgd", lr=0.1, max_skipped_steps=2))
     inputs, labels = batch()
     with env.launch(config) as context, warnings.catch_warnings():
@@ -339,11 +339,11 @@ def every_other(env: RankEnv) -> tuple[str, int]:
         engine = cl.initialize(model(), context=context)
         given = [torch.full_like(labels, -100), labels]
         told = told_of(lambda: [engine.train_step((inputs, given[number % 2])) for number in range(6)])
-        return told, engine.steps
+        return told, engine.steps, engine.samples
 
 
-def test_a_step_that_counts_ends_a_row_of_skipped_ones() -> None:
-    assert run_world(every_other, 1) == [("", 6)]
+def test_a_step_that_counts_ends_a_row_of_skipped_ones_whose_samples_are_used_up_all_the_same() -> None:
+    assert run_world(every_other, 1) == [("", 6, 6)]
 
 
 def overflowing(env: RankEnv, scale: Any) -> tuple[str, int]:

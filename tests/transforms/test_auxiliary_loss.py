@@ -180,7 +180,7 @@ def fails(env: RankEnv, case: Case, how: str) -> None:
         return nn.Sequential(nn.Embedding(37, 16), middle, nn.Linear(16, 37), *tail)
 
     with env.launch(case.full_config) as context:
-        criterion = three_for_each if how == "criterion" else None
+        criterion = three_for_each if how in ("criterion", "evaluation") else None
         if how == "alone":
             cl.parallelize(model(), context.mesh)
         plan: Any = PAIR_PLAN if how in PAIRS else "auto"
@@ -188,7 +188,8 @@ def fails(env: RankEnv, case: Case, how: str) -> None:
         inputs, labels = (t[context.local_batch(case.global_batch)] for t in case.batch(0))
         if how == "own loop":
             engine(inputs)
-        engine.forward_backward((inputs, labels))
+        run = engine.eval_step if how == "evaluation" else engine.forward_backward
+        run((inputs, labels))
 
 
 PAIRS = ("inside a pair", "behind the head")
@@ -199,6 +200,7 @@ BAD: dict[str, tuple[Case, str]] = {
     "flat": (PLAIN, r"auxiliary loss 1.own: x has the shape .24, 16. in a micro-batch of 3 samples"),
     "not used": (PLAIN, "auxiliary loss 1.own: its gradient was asked for 0 times, not 1; legal: go on with"),
     "criterion": (PLAIN, "criterion: its counts add up to 18, not to the batch.s 48 labels"),
+    "evaluation": (PLAIN, "criterion: its counts add up to 18, not to the batch.s 48 labels"),
     "alone": (PLAIN, "1.own is an auxiliary loss, which an engine collects"),
     "own loop": (CASE, r"engine\(x\): the model has an auxiliary loss, blocks.0.norm1.auxiliary"),
     "behind the head": (replace(PLAIN, tensor=2), "3.own: it runs after 2, where activations are sharded.*a criterion"),
