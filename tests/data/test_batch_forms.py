@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colossal_lite.data.batch import read_batch
+from colossal_lite.data.batch import read_batch, take_rows
 from colossal_lite.data.batch_checks import LossOf, StatedSizes, check_batch, valid_labels
 from colossal_lite.data.batch_forms import ForwardArguments
 
@@ -110,3 +110,14 @@ def test_other_arguments_and_labels_are_refused_by_name(
 def test_whole_labels_may_be_ignored_and_all_other_numbers_count() -> None:
     labels = torch.tensor([[-100, 1], [2, -100]])
     assert int(valid_labels(labels)) == 2 and int(valid_labels(labels.double())) == 4
+
+
+def test_as_many_tensors_as_samples_are_each_cut_and_none_is_taken_for_a_row() -> None:
+    pair = (IDS, VECTORS)
+
+    def last(rows: Any) -> Any:
+        return rows[1:]
+
+    found = take_rows(pair, 2, last)
+    assert len(found) == 2 and torch.equal(found[0], IDS[1:]) and torch.equal(found[1], VECTORS[1:])
+    assert take_rows(("a", "b"), 2, last) == ("b",) and take_rows(("a", "b"), 3, last) == ("a", "b")

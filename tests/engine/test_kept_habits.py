@@ -305,3 +305,22 @@ def test_calls_after_engine_close_are_refused_by_name(stage: int) -> None:
     for told in run_world(called_late, 2, stage, True):
         for name, said in told.items():
             assert f"{name}: this engine is closed" in said
+
+
+def evaluating(env: RankEnv) -> list[int]:
+    """Samples after each of two steps of a loop of one's own, which evaluates before each."""
+    counts = []
+    with env.launch(SGD) as context:
+        engine = cl.initialize(model(), context=context)
+        inputs, labels = batch()
+        for _ in range(2):
+            with torch.no_grad():
+                engine(inputs.repeat(5, 1))
+            engine.backward(loss_of(engine(inputs)))
+            engine.step()
+            counts.append(engine.samples)
+    return counts
+
+
+def test_samples_that_a_loop_of_ones_own_evaluates_on_are_not_used_up() -> None:
+    assert run_world(evaluating, 2) == [[2, 4]] * 2
