@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import colossal_lite as cl
 from colossal_lite.config.parallel_schema import TensorConfig
 from colossal_lite.data.batch import Batch
 from colossal_lite.distributed.mesh import Mesh
 from colossal_lite.layers import tensor_2d, tensor_3d
+from colossal_lite.layers.grid_layers import GridNorm
 from colossal_lite.layers.tensor_2d import Tensor2D
 from colossal_lite.layers.tensor_3d import Tensor3D
 from colossal_lite.layers.tensor_modes import LayerSizes
@@ -331,3 +332,33 @@ def test_roles_and_widths_that_only_the_layers_know_are_refused_before_anything_
     assert "2: its weight [7] does not divide: features 7 by 2" in text
     assert ("0: its weight [10, 6] does not divide: inputs 6 by 4" in text) == (mode == "3d")
     assert [p.shape for p in model.parameters()] == before
+
+
+def norm_gradients(env: RankEnv, centred: bool) -> list[Tensor]:
+    """Gradients of x, weight and bias of a norm of this rank's features in float32."""
+    x, weight, bias, dy = (part.chunk(2, -1)[env.rank].float() for part in norm_parts())
+    with env.launch() as context:
+        given = nn.Parameter(weight), nn.Parameter(bias)
+        norm = GridNorm(context.mesh.world, *given, eps=1e-5, centred=centred)
+        norm(x.requires_grad_()).backward(dy)
+    return [t.grad for t in (x, *given) if t.grad is not None]
+
+
+def norm_parts() -> list[Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=draws).double() for shape in ((5, 3, 16), (16,), (16,), (5, 3, 16))]
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_gradients_of_a_norm_in_float32_are_as_near_as_float32_is(centred: bool) -> None:
+    *parts, dy = norm_parts()
+    x, weight, bias = (part.requires_grad_() for part in parts)
+    if centred:
+        nn.functional.layer_norm(x, (16,), weight, bias, 1e-5).backward(dy)
+    else:
+        (nn.functional.rms_norm(x, (16,), weight, 1e-5) + bias).backward(dy)
+    ranks = run_world(norm_gradients, 2, centred)
+    for n, truth in enumerate((x, weight, bias)):
+        assert truth.grad is not None
+        found = torch.cat([rank[n] for rank in ranks], -1)
+        assert float((found - truth.grad).abs().max()) <= 1e-5 * float(truth.grad.abs().max())
