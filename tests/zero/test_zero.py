@@ -200,6 +200,38 @@ def test_a_parameter_that_no_rank_used_is_left_alone(kind: str) -> None:
     assert mixed[0]["steps"]["right.weight"] == 2
 
 
+LATE = ((0, 0), (0, 0), (0, 1), (1, 1), (0, 1))
+"""First words of two samples, by which each takes a branch."""
+BY_ADAMW = dict(type="adamw", lr=0.1, weight_decay=0.5)
+
+
+def used_late(env: RankEnv, kind: str) -> dict[str, Tensor]:
+    """Weights after five steps on two ranks, with a branch that the first two steps do not take."""
+    with env.launch(SGD | dict(optimizer=BY_ADAMW, zero=KINDS[kind])) as context:
+        torch.manual_seed(0)
+        engine = cl.initialize(Branches(), context=context)
+        for firsts in LATE:
+            engine.train_step(batch_of(firsts[env.rank]))
+        return engine.full_state_dict()
+
+
+@STAGES
+def test_a_parameter_that_is_used_late_steps_by_its_own_count_as_torch_has_it(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Branches().double()
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.5
+    )
+    for firsts in LATE:
+        inputs, labels = batch_of(*firsts)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+    for found in run_world(used_late, 2, kind):
+        for name, value in model.state_dict().items():
+            assert float((found[name] - value).abs().max()) <= 1e-12, name
+
+
 # ---- gates ----
 
 
