@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -144,6 +145,35 @@ PASSED = {
 @pytest.mark.parametrize("name", PASSED)
 def test_what_passes_between_stages_trains_as_in_one_process(name: str) -> None:
     assert_parity(PASSED[name])
+
+
+def passes_numbers_on() -> nn.Module:
+    """Numbers that each unit reads and gives on as they came."""
+    return chain(
+        lambda words, ids: (words(ids), ids.to(words.weight.dtype)),
+        lambda line, came: (torch.tanh(line(came[0] * came[1][..., None])), came[1]),
+        lambda line, came: line(came[0] * came[1][..., None]),
+    )
+
+
+def evaluated(env: RankEnv, case: ModelCase) -> list[float]:
+    """Losses of evaluations between steps."""
+    losses = []
+    with env.launch(case.full_config) as context:
+        engine = cl.initialize(case.model, context=context)
+        for number in (0, 1, 2, 2):
+            batch = tuple(t[context.local_batch(case.global_batch)] for t in case.batch(number))
+            losses += [float(engine.eval_step(batch)), float(engine.train_step(batch).loss)]
+    return losses
+
+
+@pytest.mark.parametrize("pipeline", [dict(size=4, micro_batches=6), FOUR], ids=["1f1b", "interleaved"])
+def test_what_is_passed_on_as_it_came_is_whole_in_an_evaluation_too(pipeline: dict[str, Any]) -> None:
+    """There a message's memory is free right behind the forward, before it is sent on."""
+    case = case_of(passes_numbers_on, pipeline=pipeline, global_batch=12)
+    (alone,) = run_world(evaluated, 1, replace(case, pipeline=1))
+    for losses in run_world(evaluated, pipeline.get("size", 2), case):
+        assert losses == pytest.approx(alone, rel=1e-12)
 
 
 class Pair(NamedTuple):
