@@ -80,6 +80,24 @@ def test_a_criterion_an_evaluation_and_an_own_loop_see_no_padding(case: Case) ->
     assert_other_ways(replace(case, dropout=0.0))
 
 
+def of_all_tokens(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    return logits.square().sum(), labels.numel()
+
+
+def with_all_tokens(env: RankEnv, case: Case) -> list[float]:
+    with env.launch(case.full_config) as context:
+        engine = parity.start(case, context, criterion=of_all_tokens)
+        return [float(engine.train_step(case.batch(n)).loss) for n in range(2)]
+
+
+@pytest.mark.parametrize("axis", [dict(tensor=2), dict(sequence=2)], ids=["1d", "ring"])
+def test_a_criterion_that_reads_tokens_without_a_label_reads_no_padding(axis: dict[str, Any]) -> None:
+    case = Case(tokens=11, ragged=True, world_size=2, **axis)
+    (alone,) = run_world(with_all_tokens, 1, replace(case, tensor=1, sequence=1, world_size=1))
+    for losses in run_world(with_all_tokens, 2, case):
+        assert losses == pytest.approx(alone, rel=1e-12)
+
+
 @pytest.mark.parametrize("name", ["1d of full attention", "ring of full attention"])
 @pytest.mark.parametrize("positions", [False, True])
 def test_padding_is_in_no_packed_document(name: str, positions: bool) -> None:
