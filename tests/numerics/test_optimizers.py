@@ -431,6 +431,16 @@ def test_a_step_says_the_learning_rate_it_took() -> None:
     assert run_world(scheduled, 1) == [pytest.approx([0.5 * (1 - n / 4) ** 2 for n in range(5)])]
 
 
+def grouped(env: RankEnv) -> float:
+    case = Case(config=dict(optimizer=dict(type="sgd", lr=0.1, groups=[dict(match="*bias", lr=0.7)])))
+    with env.launch(case.full_config) as context:
+        return cl.initialize(case.model, context=context).train_step(case.batch(0)).lr
+
+
+def test_the_learning_rate_of_a_step_is_that_of_parameters_in_no_group() -> None:
+    assert run_world(grouped, 1) == [0.1]
+
+
 def test_the_schedule_of_a_run_is_the_plain_loops() -> None:
     schedule = dict(type="cosine", total_steps=4, final_ratio=0.1)
     plain = partial(torch_schedules.CosineAnnealingLR, T_max=4, eta_min=0.05)
