@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import colossal_lite as cl
 from colossal_lite.checkpoint.files import inspect
 from colossal_lite.models import GPTConfig
 from colossal_lite.planner.planner import plan
@@ -24,6 +25,7 @@ from colossal_lite.schedule.optimizer_updates import ChunkPart, Crossing, memory
 from colossal_lite.schedule.plan import ActionKind
 from colossal_lite.schedule.update_mix import LOOKAHEAD, is_on_host, mix_of
 from colossal_lite.schedule.update_rates import Rates, fastest_mix
+from tests.engine.test_engine import SGD, Branches, batch_of
 from tests.shared.covering import covering_array, name_of
 from tests.shared.parity import Case, start, steps_of
 from tests.shared.pool import RankEnv, run_world
@@ -515,3 +517,22 @@ def test_gradients_that_have_left_in_a_step_without_updates_are_never_used(ranks
         found = run_world(after_discards, ranks, case, dict(placement="host", update_on=update_on))
         for (first, then, states), (first_due, then_due, due) in zip(found, expected, strict=True):
             assert_same_bits([([*first, *then], states)], [([*first_due, *then_due], due)])
+
+
+def branching(env: RankEnv, config: dict[str, Any]) -> list[float]:
+    """Losses of steps that leave one of two branches out, each in turn, and of evaluations of both."""
+    with env.launch(SGD | dict(optimizer=dict(type="adamw", lr=0.1)) | config) as context:
+        torch.manual_seed(0)
+        engine = cl.initialize(Branches(), context=context)
+        losses = []
+        for first in (0, 0, 1, 0, 1):
+            losses.append(float(engine.train_step(batch_of(first)).loss))
+            losses += [float(engine.eval_step(batch_of(branch))) for branch in (0, 1)]
+        return losses
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", dict(dtype="bf16", master="split")], ids=str)
+def test_an_update_on_the_host_leaves_weights_that_no_sample_used_as_they_were(precision: Any) -> None:
+    config = dict(precision=precision, zero=dict(stage=1))
+    expected = run_world(branching, 1, config)
+    assert run_world(branching, 1, config | dict(memory=dict(placement="host", update_on="host"))) == expected
