@@ -531,8 +531,16 @@ def branching(env: RankEnv, config: dict[str, Any]) -> list[float]:
         return losses
 
 
+ALL_ON_HOST = dict(placement="static", host_fraction=dict(weights=1.0, gradients=1.0, optimizer=1.0))
+
+
+@pytest.mark.parametrize(
+    "memory", [dict(placement="host", update_on="host"), ALL_ON_HOST], ids=["there", "here"]
+)
 @pytest.mark.parametrize("precision", ["bf16", "fp32", dict(dtype="bf16", master="split")], ids=str)
-def test_an_update_on_the_host_leaves_weights_that_no_sample_used_as_they_were(precision: Any) -> None:
-    config = dict(precision=precision, zero=dict(stage=1))
+def test_an_update_of_what_rests_on_the_host_leaves_weights_that_no_sample_used_as_they_were(
+    precision: Any, memory: dict[str, Any]
+) -> None:
+    config = dict(precision=precision, zero=dict(stage=3 if memory is ALL_ON_HOST else 1))
     expected = run_world(branching, 1, config)
-    assert run_world(branching, 1, config | dict(memory=dict(placement="host", update_on="host"))) == expected
+    assert run_world(branching, 1, config | dict(memory=memory)) == expected
