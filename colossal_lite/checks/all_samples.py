@@ -4,7 +4,7 @@ Note: a loss between samples.
 A contrastive loss of one rank's samples is not that of the whole batch.  So where a batch is divided, steps look at
 the second derivative of their losses.  The gradient at one sample must not depend on another.  A choice among samples,
 such as a maximum, is found in the graph (row_choices.py).  Weights, masks and indices of detached numbers are found by
-running the loss again (loss_record.py).  A loss by labels alone shows nothing.
+running the loss again (loss_record.py, loss_replay.py).  A loss by labels alone shows nothing.
 
 Note: a gradient that is not linear.
 Backward starts from a loss of a part of the samples, or from a multiple of the loss.  So a hook on an output, or an
@@ -33,6 +33,7 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge
 
 from colossal_lite.checks.loss_record import LossRecord
+from colossal_lite.checks.loss_replay import couples
 from colossal_lite.checks.row_choices import chooses_between_rows
 from colossal_lite.checks.summed_losses import sums_samples
 from colossal_lite.distributed.autograd_collectives import gather, reduce_scatter
@@ -126,11 +127,7 @@ class AllSamples:
             with suppress(RuntimeError, NotImplementedError):  # it has no first one to be looked at
                 if is_cut and outputs and chooses_between_rows(loss, nodes, outputs):
                     return "couples"
-                if (
-                    is_cut
-                    and outputs
-                    and self.record.couples(loss, outputs, by_factor=counted, again=is_known)
-                ):
+                if is_cut and outputs and couples(self.record, loss, outputs, counted=counted):
                     return "couples"
                 return None if _is_linear(loss, arrivals, list(front)) else "nonlinear"
         return None

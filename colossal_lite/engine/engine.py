@@ -575,6 +575,7 @@ class Engine:
         if self.config.zero.stage == 3:  # whose weights are gathered for the model
             self._refuse_ended("close")
         self._is_closed = True
+        self._loop.forget_loss()
         self.context.models.discard(self.model)
         self.context.engines.closed(self._state)
         self._state.close_checkpoints()

@@ -123,6 +123,8 @@ class UserLoop:
         found = self._found_outputs(outputs)
         if torch.is_grad_enabled():
             self._all_samples.note([x for x in tree_leaves(found) if isinstance(x, Tensor)], self._rows)
+        else:
+            self._all_samples.record.resume()
         return found
 
     def _found_outputs(self, outputs: Any) -> Any:
@@ -218,6 +220,8 @@ class UserLoop:
         if self._by_micro_batch or updates:
             self._reduce_all(ends=updates)
         self._hooks.held.hold()
+        if retain_graph:
+            self._all_samples.record.resume()
 
     def _refuse_backward(self, loss: Tensor, count: int | Tensor | None, retain_graph: bool) -> None:
         """Raises ValueError for a loss that would train otherwise than in one process, or a call out of place. Then
@@ -335,7 +339,8 @@ class UserLoop:
         self._all_samples.record.end()
 
     def drop(self) -> None:
-        """Forget the forwards of this step."""
+        """Forget the forwards of this step. What was recorded stays for a loss that is computed already."""
+        self._all_samples.record.pause()
         self._forwards.clear()
 
     def finish(self) -> None:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import colossal_lite as cl
 from colossal_lite.checks.loss_record import MOST_FORWARDS, LossRecord
+from colossal_lite.checks.loss_replay import couples
 from colossal_lite.numerics.retained_gradients import retained_gradients_kept
 from tests.checks.test_losses_between_samples import SGD, batch, each, is_equal, itself, model, plain, three
 from tests.shared.pool import RankEnv, run_world
@@ -44,6 +45,20 @@ def marked(of_loss: Tensor) -> Tensor:
     return mask
 
 
+def written(of_loss: Tensor) -> Tensor:
+    weights = torch.zeros(len(of_loss), dtype=of_loss.dtype)
+    for n, x in enumerate(of_loss):
+        weights[n] = x.detach()
+    return weights.softmax(0)
+
+
+def banked(of_loss: Tensor) -> Tensor:
+    bank = torch.zeros(2 * len(of_loss), dtype=of_loss.dtype)
+    first = bank[: len(of_loss)]
+    bank[: len(of_loss)] = of_loss.detach()
+    return first.softmax(0)
+
+
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "the hardest by indices": lambda e: e[hardest(e)].mean(),
     "the hardest gathered": lambda e: e.gather(0, e.data.argsort()[-2:]).mean(),
@@ -57,9 +72,21 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "weights over the mean": lambda e: (e * (e / e.mean()).detach()).mean(),
     "normalized advantages": lambda e: (e * normalized(e)).mean(),
     "weights in parts": lambda e: sum(a * b for a, b in zip(e.unbind(), e.detach().softmax(0), strict=True)),
+    "weights written one by one": lambda e: (e * written(e)).sum(),
+    "weights of a part of a bank": lambda e: (e * banked(e)).sum(),
     "over its own size": lambda e: (e / e.detach().norm()).mean(),
 }
 """Losses of the losses of samples."""
+
+
+def sure(z: Tensor) -> Tensor:
+    return z.detach().softmax(1).amax(1) > 0.3
+
+
+def is_largest(z: Tensor) -> Tensor:
+    return z.detach() == z.detach().amax(1, keepdim=True)
+
+
 WITHIN: dict[str, Loss] = {
     "a focal weight": lambda z, y: (each(z, y) * (1 - (-each(z, y).detach()).exp()) ** 2).mean(),
     "labels of its own": lambda z, _: F.cross_entropy(z, z.detach().argmax(-1)),
@@ -72,6 +99,14 @@ WITHIN: dict[str, Loss] = {
     "a sampled action": lambda z, _: -torch.distributions.Categorical(logits=z).log_prob(z.data.argmax(-1)).mean(),
     "a weight of no effect": lambda z, y: F.cross_entropy(z, y) + 0.0 * (z * z.detach().mean()).sum(),
     "rows in another order": lambda z, y: each(z[order := z.detach()[:, 0].argsort()], y[order]).mean(),
+    "a loop over some samples": lambda z, y: (
+        sum(F.cross_entropy(row[None], label[None]) for row, label in zip(z[sure(z)], y[sure(z)], strict=True)) / len(z)
+    ),
+    "a guard that never fires": lambda z, y: each(z, y)[z.detach().abs().amax(1) < 10].mean(),
+    "the larger half of each sample": lambda z, _: z[z.detach() >= z.detach().median(1, True).values].mean(),
+    "the largest of each sample": lambda z, _: (z * is_largest(z)).sum() / is_largest(z).sum(),
+    "probabilities over their sum": lambda z, _: (z.softmax(1).square() / z.detach().softmax(1).sum()).sum(),
+    "a sparse number beside it": lambda z, y: F.cross_entropy(z, y) + 0 * z.data.to_sparse().div_(2).to_dense().sum(),
     "a loop over samples": lambda z, y: torch.stack(
         [(row * row.detach().softmax(0)).sum() - row[label] for row, label in zip(z, y, strict=True)]
     ).mean(),
@@ -192,10 +227,148 @@ def test_two_forwards_are_looked_at_together() -> None:
         assert "the loss is one between samples" in told
 
 
+def over_ranks(e: Tensor) -> Tensor:
+    """Advantages by the mean of all ranks, which a loop exchanges itself."""
+    sums = torch.stack([e.detach().sum(), torch.tensor(float(len(e)), dtype=e.dtype)])
+    torch.distributed.all_reduce(sums)
+    return (e * (e.detach() - sums[0] / sums[1])).mean()
+
+
+def softmax_over_ranks(e: Tensor) -> Tensor:
+    own = e.detach().clone()
+    every = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(every, own)
+    rank = torch.distributed.get_rank()
+    return len(every) * (e * torch.cat(every).softmax(0).chunk(len(every))[rank]).sum()
+
+
+EXCHANGED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "a mean": (over_ranks, lambda e: (e * (e - e.mean()).detach()).mean()),
+    "all": (softmax_over_ranks, BETWEEN["weights of a softmax"]),
+}
+
+
+def exchanged(env: RankEnv, name: str) -> tuple[str, dict[str, Tensor]]:
+    with env.launch(SGD) as context:
+        engine = cl.initialize(model(), context=context)
+        x, _, y = (each.chunk(env.world_size)[env.rank] for each in batch())
+
+        def step() -> None:
+            engine.backward(EXCHANGED[name][0](each(engine(x), y)))
+            engine.step()
+
+        return three(step, engine)
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_what_a_loop_exchanges_itself_is_exact_and_is_not_exchanged_again(name: str) -> None:
+    truth = plain(lambda given: EXCHANGED[name][1](each(given(batch()[0]), batch()[2])))
+    for told, state in run_world(exchanged, 2, name):
+        assert told == "" and is_equal(state, truth)
+
+
+class Masked(nn.Module):
+    """Reads some numbers of each sample, and says which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mask = torch.ones_like(x).scatter(1, (7 * x).sin().argsort(1)[:, :2], 0.0)
+        return self.layer(x * (1 - mask)), mask
+
+
+def masked(model: Any, x: Tensor) -> Tensor:
+    found, mask = model(x)
+    loss: Tensor = ((found - x).square() * mask).sum() / mask.sum()
+    return loss
+
+
+def masked_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Masked()
+
+
+def trained_masked(env: RankEnv) -> tuple[str, dict[str, Tensor]]:
+    with env.launch(SGD) as context:
+        engine = cl.initialize(masked_model(), context=context)
+        x = batch()[0].chunk(env.world_size)[env.rank]
+
+        def step() -> None:
+            engine.backward(masked(engine, x))
+            engine.step()
+
+        return three(step, engine)
+
+
+def test_outputs_that_do_not_train_stay_as_they_are() -> None:
+    given, x = masked_model(), batch()[0]
+    optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        masked(given, x).backward()
+        optimizer.step()
+    for told, state in run_world(trained_masked, 2):
+        assert told == "" and is_equal(state, given.state_dict())
+
+
+def looked_in_turn(env: RankEnv, how: str) -> str:
+    """What is told where something else happens between the forward and the loss."""
+    with env.launch(SGD) as context:
+        engine = cl.initialize(model(), context=context)
+        x, other, y = (each.chunk(env.world_size)[env.rank] for each in batch())
+
+        def step() -> None:
+            z = engine(x)
+            if how == "a forward without gradients":
+                with torch.no_grad():
+                    engine(other)
+            if how == "another loss":
+                engine.backward(F.cross_entropy(z, y), retain_graph=True)
+            loss = BETWEEN["weights of a softmax"](each(z, y))
+            if how == "zero_grad":
+                engine.zero_grad()
+            engine.backward(loss)
+
+        return told_of(step)
+
+
+@pytest.mark.parametrize("how", ["a forward without gradients", "another loss", "zero_grad"])
+def test_a_loss_is_looked_at_beside_other_calls(how: str) -> None:
+    for told in run_world(looked_in_turn, 2, how):
+        assert "the loss is one between samples" in told
+
+
+def left_on(env: RankEnv) -> list[int]:
+    """How many modes are on after what ends a record."""
+    found = []
+    for end in ("close", "context", "other engine"):
+        with env.launch(SGD) as context:
+            engine, other = (cl.initialize(model(), context=context) for _ in range(2))
+            z = engine(batch()[0].chunk(env.world_size)[env.rank])
+            assert _len_torch_dispatch_stack() == 1
+            match end:
+                case "close":
+                    engine.close()
+                case "other engine":
+                    other.backward(other(batch()[0].chunk(env.world_size)[env.rank]).mean())
+            if end != "context":
+                found.append(_len_torch_dispatch_stack())
+            del z
+        found.append(_len_torch_dispatch_stack())
+    return found
+
+
+def test_nothing_is_recorded_after_a_step_or_an_engine_ends() -> None:
+    for found in run_world(left_on, 2):
+        assert not any(found)
+
+
 # ---- a record alone ----
 
 
-def recorded(loss_of: Callable[[Tensor], Tensor], *, by_factor: bool = False) -> bool:
+def recorded(loss_of: Callable[[Tensor], Tensor], *, counted: bool = False) -> bool:
     """Whether a record of a loss finds that samples meet."""
     z = (
         torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -209,7 +382,7 @@ def recorded(loss_of: Callable[[Tensor], Tensor], *, by_factor: bool = False) ->
     finally:
         record.pause()
     assert not _len_torch_dispatch_stack()
-    return record.couples(loss, [edge], by_factor=by_factor)
+    return couples(record, loss, [edge], counted=counted)
 
 
 def weighed(z: Tensor) -> Tensor:
@@ -289,8 +462,8 @@ def test_a_common_factor_is_allowed_where_a_count_says_so() -> None:
     def over_the_sum(z: Tensor) -> Tensor:
         return z.square().sum() / z.detach().square().sum()
 
-    assert recorded(over_the_sum) and not recorded(over_the_sum, by_factor=True)
-    assert recorded(lambda z: over_the_sum(z) + z.sum(), by_factor=True)
+    assert recorded(over_the_sum) and not recorded(over_the_sum, counted=True)
+    assert recorded(lambda z: over_the_sum(z) + z.sum(), counted=True)
 
 
 def test_a_record_leaves_numbers_and_gradients_as_they_are() -> None:
@@ -308,7 +481,7 @@ def test_a_record_leaves_numbers_and_gradients_as_they_are() -> None:
         if record is not None:
             record.pause()
             with retained_gradients_kept():
-                assert record.couples(loss, [edge], by_factor=False)
+                assert couples(record, loss, [edge], counted=False)
             record.end()
         loss.backward()
         assert x.grad is not None and z.grad is not None
@@ -323,7 +496,7 @@ def test_forwards_without_a_backward_are_not_kept_for_ever() -> None:
     for n in range(3 * MOST_FORWARDS):
         record.pause()
         record.begin([network(torch.randn(4, 3))], 4)
-        assert len(record._first) <= MOST_FORWARDS
+        assert len(record._starts) <= MOST_FORWARDS
         assert _len_torch_dispatch_stack() == (n < MOST_FORWARDS)
     record.end()
-    assert not _len_torch_dispatch_stack() and not record._first
+    assert not _len_torch_dispatch_stack() and not record._starts
