@@ -23,7 +23,7 @@ exchange it in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -52,6 +52,8 @@ class AllSamples:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._is_aside = False
+        self.seed = 1.0
+        """The factor from which backward starts on this rank, in fp16."""
         self._key = f"outputs of {id(self)}"  # among the metadata of nodes
         self._number = f"number of {id(self)}"
         self._step = 1
@@ -61,7 +63,7 @@ class AllSamples:
     def of(self, x: Tensor) -> Tensor:
         """The rows of all ranks' x [samples, ...], in the order of ranks."""
         if self._comm.size == 1:
-            return x
+            return x if torch.is_grad_enabled() else x.detach()  # as on several ranks
         shapes = [list(shape) for shape in self._comm.gather_json(list(x.shape))]
         if not x.dim() or any(shape != shapes[0] for shape in shapes):
             raise ValueError(
@@ -69,7 +71,7 @@ class AllSamples:
                 f"many samples on each rank"
             )
         with self.record.paused():
-            gathered: Tensor = _Gathered.apply(x, self._comm, lambda: self._is_aside)  # type: ignore[no-untyped-call]
+            gathered: Tensor = _Gathered.apply(x, self._comm, self)  # type: ignore[no-untyped-call]
         return gathered
 
     def note(self, outputs: Sequence[Tensor], rows: int) -> None:
@@ -187,18 +189,24 @@ def _before(node: Any) -> list[GradientEdge]:
 
 
 class _Gathered(Function):
-    """The rows of all ranks. The gradient of a row is the sum over ranks; 0 while `is_aside` says so."""
+    """The rows of all ranks. The gradient of a row is the sum over ranks, which may start from other seeds; 0 in a
+    look."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, is_aside: Callable[[], bool]) -> Tensor:
-        ctx.comm, ctx.is_aside = comm, is_aside
+    def forward(ctx: Any, x: Tensor, comm: Communicator, engine: AllSamples) -> Tensor:
+        ctx.comm, ctx.engine = comm, engine
         return gather(x, comm, 0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.is_aside():
-            return gradients[0].chunk(ctx.comm.size)[0] * 0.0, None, None
-        return reduce_scatter(gradients[0].contiguous(), ctx.comm, 0), None, None
+        given, engine = gradients[0].contiguous(), ctx.engine
+        if engine._is_aside:
+            return given.chunk(ctx.comm.size)[0] * 0.0, None, None
+        if engine.seed == 1.0:
+            return reduce_scatter(given, ctx.comm, 0), None, None
+        wide = given.to(torch.promote_types(given.dtype, torch.float32)) / engine.seed
+        total = reduce_scatter(wide, ctx.comm, 0) * engine.seed
+        return total.to(given.dtype), None, None
 
 
 def _is_linear(loss: Tensor, arrivals: UnitArrivals, outputs: Sequence[GradientEdge]) -> bool:

@@ -3,8 +3,8 @@
 Note: what a record shows.
 Neither the graph of a loss nor its derivatives show how a mask, a weight or an index was made.  So in steps that look,
 the operations between `engine(x)` and `engine.backward` are written down.  If a detached number of theirs meets one
-that trains, they run again with some rows of the outputs changed (loss_replay.py).  The gradient of the others must
-stay.
+that trains, they run again with some rows of the outputs changed.  The gradient of the others must stay
+(loss_replay.py).
 
 Note: what it does not hold.
 First the operations run as they were.  If that does not give the gradient of the loss, the record shows nothing.  So
@@ -217,7 +217,7 @@ class LossRecord(WatchingMode):
             return
         base = x._base
         assert base is not None
-        self._gave_up |= not base.is_contiguous() or base.storage_offset() != 0  # its copy lies otherwise
+        self._gave_up |= not base.is_contiguous() or base.storage_offset() != 0  # its copy has other strides
         number = Number(self._places[base], base.requires_grad)
         self._add(
             aten.as_strided.default, (number, list(x.shape), list(x.stride()), x.storage_offset()), {}, [x],

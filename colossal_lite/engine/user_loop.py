@@ -196,6 +196,7 @@ class UserLoop:
         step.by_count = count is not None
         is_scaled = step.loss_scale.scale != 1.0  # only then the host waits for a count on the device
         seed = step.loss_scale.seed(int(count) if is_scaled and count is not None else 1)
+        self._all_samples.seed = seed
         self._hooks.held.release()
         if self._own is not None:
             if count is None:

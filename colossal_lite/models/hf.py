@@ -263,16 +263,20 @@ def config_from_hf(theirs: Mapping[str, Any]) -> GPTConfig:
     raise ValueError(f"Hugging Face config: model_type={kind!r}; legal are 'gpt2' and 'llama'")
 
 
+DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout")
+
+
 def warn_of_dropout(theirs: Mapping[str, Any]) -> None:
     """Warn of dropouts in their config.json that our model trains without, or at another rate."""
     is_gpt2 = theirs["model_type"] == "gpt2"
     default = 0.1 if is_gpt2 else 0.0
-    rate = theirs.get("resid_pdrop", default)
+    found = {name: default if (rate := theirs.get(name)) is None else rate for name in DROPOUTS}
+    rate = found["resid_pdrop"]
     ours = {"embd_pdrop": rate, "attn_pdrop": 0.0} if is_gpt2 else {"attention_dropout": 0.0}
     other = [
-        f"{name}={theirs.get(name, default)}, and GPT trains with {rate}"
+        f"{name}={found[name]}, and GPT trains with {rate}"
         for name, rate in ours.items()
-        if theirs.get(name, default) != rate
+        if found[name] != rate
     ]
     if other:
         warnings.warn(

@@ -44,6 +44,8 @@ NAMES = (*CLEAR_NAMES, "y", "tgt")
 """Arguments by which forwards take labels; the `CLEAR_NAMES` mean nothing else."""
 IGNORED_BY_MODELS = (IGNORED, -1)
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+MOST_NAMED = 24
+LIMIT_WHOLE = 1 << 11  # whole numbers up to it are exact in fp16
 LIMIT_BYTES = 1 << 30
 LEGAL = "legal: a mean over the valid labels, or criterion=None, which trains on the model's logits"
 
@@ -302,7 +304,7 @@ class _Trial:
 
     def _without(self, named: set[int]) -> Tensor:
         """The labels, with others of them in the place of the `named`. As they are if that leaves a single one."""
-        if self.labels.is_floating_point():
+        if self.labels.is_floating_point() or not named:
             return self.labels
         out = torch.isin(
             self.labels, torch.tensor(sorted(named), dtype=self.labels.dtype, device=self.labels.device)
@@ -323,9 +325,16 @@ class _Trial:
         try:
             with _Guarded():
                 whole = self.run(labels)
-                return _adds_up(whole, [self.run(labels, slice(0, 1)), self.run(labels, slice(1, 3))], counts)
+                parts = [self.run(labels, slice(0, 1)), self.run(labels, slice(1, 3))]
+                return _adds_up(whole, parts, counts) and self._adds_nothing(label)
         except Exception:  # of the model's own code: no such label
             return False
+
+    def _adds_nothing(self, label: int) -> bool:
+        """Whether a sample of this label alone trains nothing. A loss over the number of positives counts the others
+        too."""
+        loss, gradients = self.run(torch.full_like(self.labels, label), slice(0, 1))
+        return not math.isfinite(loss) or not any(bool(g.any()) for g in gradients)
 
 
 class _NamedLabels(TorchFunctionMode):
@@ -337,6 +346,11 @@ class _NamedLabels(TorchFunctionMode):
         self.labels = labels
         self.named: set[int] = set()
         self.weighs = ""
+        dtype = labels.dtype
+        whole = not dtype.is_floating_point and dtype != torch.bool
+        self._range = (
+            (torch.iinfo(dtype).min, torch.iinfo(dtype).max) if whole else (-LIMIT_WHOLE, LIMIT_WHOLE)
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (F.cross_entropy, F.nll_loss):
@@ -349,14 +363,20 @@ class _NamedLabels(TorchFunctionMode):
             if isinstance(x, Tensor) and self._is_labels(x):
                 value = y.item() if isinstance(y, Tensor) and y.numel() == 1 else y
                 if isinstance(value, int | float) and math.isfinite(value):
-                    self.named |= {int(value) + more for more in (-1, 0, 1)}
+                    self._note(*(int(value) + more for more in (-1, 0, 1)))
         return func(*args, **(kwargs or {}))
+
+    def _note(self, *labels: int) -> None:
+        """Note those that labels may be. Not more than `MOST_NAMED`, as a loop over classes compares with each."""
+        least, most = self._range
+        if len(self.named) < MOST_NAMED:
+            self.named |= {label for label in labels if least <= label <= most}
 
     def _is_labels(self, x: Tensor) -> bool:
         return x.numel() == self.labels.numel() and bool((x.flatten() == self.labels.flatten()).all())
 
     def _note_mean(self, given: Mapping[str, Any]) -> None:
-        self.named.add(given.get("ignore_index", IGNORED))
+        self._note(given.get("ignore_index", IGNORED))
         weight = given.get("weight")
         if weight is not None and given.get("reduction", "mean") == "mean" and len(weight.unique()) > 1:
             self.weighs = f"{weight.min().item():.4g} to {weight.max().item():.4g}"

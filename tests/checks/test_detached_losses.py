@@ -242,9 +242,17 @@ def softmax_over_ranks(e: Tensor) -> Tensor:
     return len(every) * (e * torch.cat(every).softmax(0).chunk(len(every))[rank]).sum()
 
 
+def logged(e: Tensor) -> Tensor:
+    """Its own weights, beside a number that ranks exchange for a log."""
+    shown = e.detach().clone()
+    torch.distributed.all_reduce(shown)
+    return BETWEEN["weights of a softmax"](e) + 0.0 * shown.sum()
+
+
 EXCHANGED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "a mean": (over_ranks, lambda e: (e * (e - e.mean()).detach()).mean()),
     "all": (softmax_over_ranks, BETWEEN["weights of a softmax"]),
+    "a log": (logged, logged),
 }
 
 
@@ -260,7 +268,12 @@ def exchanged(env: RankEnv, name: str) -> tuple[str, dict[str, Tensor]]:
         return three(step, engine)
 
 
-@pytest.mark.parametrize("name", EXCHANGED)
+def test_an_exchange_for_a_log_hides_nothing() -> None:
+    for told, _ in run_world(exchanged, 2, "a log"):
+        assert "the loss is one between samples" in told
+
+
+@pytest.mark.parametrize("name", ["a mean", "all"])
 def test_what_a_loop_exchanges_itself_is_exact_and_is_not_exchanged_again(name: str) -> None:
     truth = plain(lambda given: EXCHANGED[name][1](each(given(batch()[0]), batch()[2])))
     for told, state in run_world(exchanged, 2, name):

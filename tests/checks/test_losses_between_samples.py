@@ -168,6 +168,50 @@ def partly(env: RankEnv, name: str, counts: bool) -> tuple[str, dict[str, Tensor
         return three(step, engine)
 
 
+def scaled(env: RankEnv, counts: list[int]) -> dict[str, Tensor]:
+    """Three steps in fp16 with a loss scale, with a count of each rank."""
+    config: dict[str, Any] = SGD | dict(precision=dict(dtype="fp16", loss_scale=1024.0))
+    with env.launch(config) as context:
+        engine = cl.initialize(model().float(), context=context)
+        x, y, _ = (given.half().chunk(env.world_size)[env.rank] for given in batch())
+        for _ in range(3):
+            every = engine.all_samples(engine(y).float())
+            loss = retrieval(engine(x).float(), every, env.rank * len(x))
+            engine.backward(loss, count=counts[env.rank])
+            engine.step()
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize("counts", [[4, 4], [8, 1], [1, 64]])
+def test_ranks_add_up_gradients_of_one_scale_in_fp16(counts: list[int]) -> None:
+    """The start of a backward depends on the count of a rank."""
+    given = model().float()
+    optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
+    parts = [x.float().chunk(2) for x in batch()[:2]]
+    for _ in range(3):
+        every = torch.cat([given(y) for y in parts[1]])
+        losses = [retrieval(given(x), every, 4 * n) for n, x in enumerate(parts[0])]
+        optimizer.zero_grad()
+        (sum(n * loss for n, loss in zip(counts, losses, strict=True)) / sum(counts)).backward()
+        optimizer.step()
+    for state in run_world(scaled, 2, counts):
+        for name, right in given.state_dict().items():
+            assert torch.allclose(state[name].float(), right, rtol=1e-3, atol=2e-3), name
+
+
+def gathered_without_gradients(env: RankEnv) -> bool:
+    with env.launch(SGD) as context:
+        engine = cl.initialize(model(), context=context)
+        z = engine(batch()[0].chunk(env.world_size)[env.rank])
+        with torch.no_grad():
+            return engine.all_samples(z).requires_grad
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_gathered_without_gradients_has_none(ranks: int) -> None:
+    assert not any(run_world(gathered_without_gradients, ranks))
+
+
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("name", PARTLY)
 def test_a_rank_s_own_terms_over_all_samples_are_exact(name: str, counts: bool) -> None:

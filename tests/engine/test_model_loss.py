@@ -250,6 +250,56 @@ def test_labels_that_are_passed_over_are_seen_whatever_the_example_has() -> None
         assert model_loss(Segments(ignores_both=True), given) == both
 
 
+class Focal(nn.Module):
+    """Features [B, T, 6] to a probability of each place, over the number of positives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.layer(x)[..., 0]
+        right = torch.where(labels == 1, logits, -logits).sigmoid()
+        loss = (-((1 - right) ** 2) * right.log()).sum() / (labels == 1).sum().clamp(1)
+        return dict(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_sum_over_the_number_of_positives_is_no_mean_over_them(seed: int) -> None:
+    """Negatives add to it, so 0 is no label that it ignores."""
+    torch.manual_seed(seed)
+    model, labels = Focal(), torch.randint(2, (3, 8))
+    labels[:, 0] = 1
+    try:
+        found = model_loss(model, Batch((torch.randn(3, 8, 6),), {}, labels, torch.arange(3)))
+    except ModelLossError as error:
+        assert "is no mean over tokens" in str(error)
+    else:  # as many positives in each part prove nothing else
+        assert found == ModelLoss("labels", None, is_shown=True)
+
+
+class Bounded(Segments):
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = bound
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        if labels is not None:
+            labels = labels.where((labels >= 0) & (labels < self.bound), 255)
+            labels = labels.long()
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize(
+    ("bound", "dtype"),
+    [(1e30, torch.int64), (2**63 - 1, torch.int64), (1e30, torch.uint8), (40_000.0, torch.int16)],
+)
+def test_numbers_that_no_label_can_be_are_no_labels(bound: float, dtype: torch.dtype) -> None:
+    some = torch.tensor([[1, 5, 7, 9], [149, 8, 3, 37], [0, 37, 74, 111]], dtype=dtype)
+    found = model_loss(Bounded(bound), Batch((torch.randn(3, 4, 6),), {}, some, torch.arange(3)))
+    assert 255 in (found.ignored, *found.others)
+
+
 def test_a_forward_says_how_it_takes_labels() -> None:
     assert model_loss(OwnLoss()) == ModelLoss("targets", -1)
 

@@ -280,7 +280,10 @@ def test_a_dropout_that_a_gpt_has_not_is_named_where_a_folder_is_read(
     words, tensors = config_to_hf(config), to_hf(config, model_of(config).state_dict())
     write_hf(tmp_path / "same", words, tensors)
     write_hf(tmp_path / "other", words | changes, tensors)
+    write_hf(tmp_path / "none", words | dict.fromkeys(changes), tensors)
     load_pretrained(tmp_path / "same")
+    if "resid_pdrop" not in changes and "attn_pdrop" not in changes:
+        load_pretrained(tmp_path / "none")
     import_(tmp_path / "same", tmp_path / "same checkpoints")
     assert not recwarn.list
     with pytest.warns(UserWarning, match=says):
