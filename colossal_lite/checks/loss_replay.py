@@ -2,9 +2,9 @@
 
 Note: which rows, and by what.
 Rows are parted by up to three binary digits of their numbers, each way round.  Some rows become those that stay, which
-a model does give.  Then the gradient at the others must be the same.  With a count of labels it may have a factor, as for a
-mean over some samples.  Or they become multiples of themselves, which turns many a choice.  That may meet a guard that
-no output of a model does, so there a factor is always allowed.
+a model does give.  Then the gradient at the others must be the same.  With a count of labels it may have a factor, as
+for a mean over some samples.  Or they become multiples of themselves, which turns many a choice.  That may meet a guard
+that no output of a model does, so there a factor is always allowed.
 Cost: up to 19 losses with their gradients, and as much memory as one of them.
 """
 
