@@ -271,9 +271,8 @@ def _runs_again(func: Any, given: Sequence[Tensor]) -> bool:
     """Whether an operation gives the same of the same tensors, and reads their values."""
     if not isinstance(func, OpOverload) or func.namespace != "aten" or func in READ_NO_VALUES:
         return False
-    return torch.Tag.nondeterministic_seeded not in func.tags and all(
-        x.layout is torch.strided for x in given
-    )
+    is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+    return not is_drawn and all(x.layout is torch.strided for x in given)
 
 
 def _is_collective(func: Any) -> bool:
