@@ -48,21 +48,9 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Constant:
-    """A tensor that was made without the outputs, and its version then."""
-
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> Constant:
-        return cls(x.detach(), version_of(x))
-
-
-@dataclass(frozen=True)
 class Operation:
-    """A call of aten. `made`: the places of its results, in their order. `writes`: it changes one of its arguments.
-    `has_gradients`: whether autograd was on."""
+    """A call of aten, with each tensor of the record as a `Number`; others are constants. `made`: the places of its
+    results, in their order. `writes`: it changes one of its arguments. `has_gradients`: whether autograd was on."""
 
     call: OpOverload
     args: tuple[Any, ...]
@@ -204,12 +192,12 @@ class LossRecord(WatchingMode):
         place: int = self._places[x]
         return place
 
-    def _noted(self, x: Tensor) -> Number | Constant:
+    def _noted(self, x: Tensor) -> Number | Tensor:
         if self._is_known(x):
             self._note_view(x)
             return Number(self._places[x], x.requires_grad)
         self._bytes_left -= x.nbytes
-        return Constant.of(x)
+        return x.detach()
 
     def _note_view(self, x: Tensor) -> None:
         """Note a view whose base is known, if it is not yet: it was made before."""
@@ -260,11 +248,6 @@ class LossRecord(WatchingMode):
             node: Any = edge.node
             found.append(node.metadata.get(self._key, {}).get(edge.output_nr))
         return found
-
-
-def version_of(x: Tensor) -> int:
-    """How often a tensor was changed in place. 0 for one of torch.inference_mode."""
-    return 0 if x.is_inference() else x._version
 
 
 def _runs_again(func: Any, given: Sequence[Tensor]) -> bool:

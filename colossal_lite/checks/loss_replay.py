@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map_only
 
-from colossal_lite.checks.loss_record import Constant, LossRecord, Number, Operation, Recorded, version_of
+from colossal_lite.checks.loss_record import LossRecord, Number, Operation, Recorded
 from colossal_lite.numerics.torch_modes import tensors_in
 
 aten = torch.ops.aten
@@ -129,21 +129,16 @@ def _compute(operation: Operation, values: dict[int, Tensor]) -> None:
     ):  # of a user, or of torch itself for a view; so what reads it says
         values[operation.made[0]] = values[operation.read[0].place]
         return
-    given = (operation.args, dict(operation.kwargs))
-    args, kwargs = tree_map_only((Number, Constant), lambda x: _given(x, values), given)
+
+    def given(x: Number) -> Tensor:
+        return values[x.place] if x.trains else values[x.place].detach()
+
+    args, kwargs = tree_map_only(Number, given, (operation.args, dict(operation.kwargs)))
     with torch.set_grad_enabled(operation.has_gradients):
         results = tensors_in(operation.call(*args, **kwargs))
     if len(results) != len(operation.made):
         raise RuntimeError("other rows have another number of results")
     values.update(zip(operation.made, results, strict=True))
-
-
-def _given(x: Number | Constant, values: Mapping[int, Tensor]) -> Tensor:
-    if isinstance(x, Number):
-        return values[x.place] if x.trains else values[x.place].detach()
-    if version_of(x.tensor) != x.version:
-        raise RuntimeError("a constant has changed since")
-    return x.tensor
 
 
 def _is_apart(right: Gradients, found: Gradients, rows: Sequence[Any], *, by_factor: bool) -> bool:

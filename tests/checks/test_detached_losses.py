@@ -426,13 +426,19 @@ def mode_left_on(z: Tensor) -> Tensor:
     return loss
 
 
+def drawn_actions(z: Tensor) -> Tensor:
+    return weighed(z) - z.log_softmax(-1).gather(1, torch.multinomial(z.detach().softmax(-1), 1)).sum()
+
+
 def in_halves(z: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         scores = z.float() @ torch.eye(3)
     return weighed(scores)
 
 
-@pytest.mark.parametrize("loss_of", [weighed, of_views, in_place, under_a_mode, mode_left_on, in_halves])
+@pytest.mark.parametrize(
+    "loss_of", [weighed, of_views, in_place, under_a_mode, mode_left_on, drawn_actions, in_halves]
+)
 def test_a_record_holds_what_a_loss_does(loss_of: Callable[[Tensor], Tensor]) -> None:
     assert recorded(loss_of)
 
