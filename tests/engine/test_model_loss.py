@@ -300,8 +300,16 @@ def test_numbers_that_no_label_can_be_are_no_labels(bound: float, dtype: torch.d
     assert 255 in (found.ignored, *found.others)
 
 
+class NeedsOne(OwnLoss):
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not bool((targets != -1).any()):
+            raise ValueError("a batch without labels")
+        return super().loss(logits, targets)
+
+
 def test_a_forward_says_how_it_takes_labels() -> None:
     assert model_loss(OwnLoss()) == ModelLoss("targets", -1)
+    assert model_loss(NeedsOne()) == ModelLoss("targets", -1)
 
 
 @pytest.mark.parametrize(
