@@ -126,7 +126,7 @@ def _compute(operation: Operation, values: dict[int, Tensor]) -> None:
     """Run an operation with these `values`, and note its results among them."""
     if (
         operation.call is aten.detach.default
-    ):  # of a user, or of torch itself for a view; so what reads it says
+    ):  # of a user, or of torch for a view: its readers say if it trains
         values[operation.made[0]] = values[operation.read[0].place]
         return
 
